@@ -1,19 +1,22 @@
-"""The pass that splits nodes: reductions that would leave most of the device idle, concatenations of too many
-values, and long sums of matrix products."""
+"""The pass that splits nodes: reductions that would leave most of the device idle or have no vectors,
+concatenations of too many values, and long sums of matrix products."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
+from functools import reduce
 
 from penstock.drivers.driver import Capabilities
 from penstock.fusion import costs
 from penstock.fusion.column_reductions import column_parts
 from penstock.fusion.views import trailing
+from penstock.graph.checkpoint import BARRIER
 from penstock.graph.contraction import MATMUL, matmul
 from penstock.graph.dtypes import HALF_PRECISION, float32
-from penstock.graph.elementwise import CAST, add, cast
-from penstock.graph.node import Kind, Node, rewrite
+from penstock.graph.elementwise import CAST, PRIMITIVES, add, cast
+from penstock.graph.node import Kind, Node, Rounding, rewrite
 from penstock.graph.reducing import WIDE_SUM, sum_
 from penstock.graph.shaping import CONCAT, permute, reshape, slice_axis
 
@@ -27,6 +30,8 @@ _MANY_PARTS = 1024  # so many partial results are reduced in parts themselves
 _MOST_PRODUCTS = 1 << 13
 _LONGEST_PRODUCTS = 1 << 17  # the same if splitting would cost much, or the kernel itself adds in blocks
 _FEW = 64  # with so few rows or columns, splitting a product costs almost nothing
+_SHORT = 4  # items of a reduction that a CPU computes by elementwise operations, so with vectors,
+_MANY_RESULTS = 4096  # if there are so many results
 
 
 def split(outputs: Sequence[Node], capabilities: Capabilities) -> list[Node]:
@@ -34,7 +39,8 @@ def split(outputs: Sequence[Node], capabilities: Capabilities) -> list[Node]:
 
     def rule(node: Node) -> Node:
         if node.primitive.kind is Kind.REDUCTION:
-            whole = _wide_sum(node, capabilities) or _rows_first(node, capabilities)
+            whole = _wide_sum(node, capabilities) or _item_by_item(node, capabilities)
+            whole = whole or _rows_first(node, capabilities)
             return whole or _in_parts(node, capabilities)
         if node.primitive is MATMUL:
             return _product_in_parts(node, capabilities)
@@ -78,6 +84,26 @@ def _wide_sum(node: Node, capabilities: Capabilities) -> Node | None:
     if wide.value is not None or by_kernel or narrow.dtype.kind not in "biu":
         return None
     return Node(WIDE_SUM, (narrow,), {"axes": node.attributes["axes"], "dtype": node.dtype})
+
+
+def _item_by_item(node: Node, capabilities: Capabilities) -> Node | None:
+    """On a CPU, a reduction of few items, as in pooling: elementwise, of each item's slice.
+
+    Like that of any reduction, the result is stored, rather than computed again for each of its uses.
+    """
+    source, axes = node.inputs[0], node.attributes["axes"]
+    length = math.prod(source.shape[axis] for axis in axes)
+    rounds = node.dtype in HALF_PRECISION and node.primitive.rounding is not Rounding.EXACT
+    few = 0 < length <= _SHORT and node.size >= _MANY_RESULTS
+    if not capabilities.compiles or capabilities.vector_width == 1 or not few or rounds:
+        return None
+    combine, slices = PRIMITIVES[node.primitive.combine], []
+    for places in itertools.product(*(range(source.shape[axis]) for axis in axes)):
+        part = source
+        for axis, place in zip(axes, places, strict=True):
+            part = slice_axis(part, axis, place, 1)
+        slices.append(reshape(part, node.shape))
+    return Node(BARRIER, (reduce(lambda left, right: Node(combine, (left, right), {}), slices),), {})
 
 
 def _rows_first(node: Node, capabilities: Capabilities) -> Node | None:

@@ -189,8 +189,9 @@ def _each(kind: ir.Type) -> str:
     return f"EACH_LANE({kind.width}) " if kind.width > 1 else ""
 
 
-def _moved(index: str, step: int) -> str:
+def _moved(index: str, step: ir.Steps) -> str:
     """An index in lane `l_`, given its step from lane to lane."""
+    assert isinstance(step, int)
     return index if not step else f"{index} + l_" if step == 1 else f"{index} + l_ * {step}"
 
 

@@ -69,15 +69,15 @@ class VectorPrinter(CPrinter):
         whole = f"({c_type(expr.type)})({value})"
         if not expr.step:
             return whole
-        steps = ", ".join(str(lane * expr.step) for lane in range(expr.type.width))
-        return f"{whole} + ({c_type(expr.type)})({steps})"
+        offsets = ", ".join(map(str, ir.lane_offsets(expr.step, expr.type.width)))
+        return f"{whole} + ({c_type(expr.type)})({offsets})"
 
     def load(self, expr: ir.Load, index: str) -> str:
         width = expr.type.width
         if width == 1:
             return super().load(expr, index)
         if expr.step != 1:
-            items = [self._item(expr, f"{index} + {lane * expr.step}") for lane in range(width)]
+            items = [self._item(expr, f"{index} + {far}") for far in ir.lane_offsets(expr.step, width)]
             return f"({c_type(expr.type)})({', '.join(items)})"
         value = self._vector(expr.buffer, expr.stored, width, index)
         if expr.stored == "float16":

@@ -396,6 +396,7 @@ def _number(expr: ir.Expr) -> int:
     return int(expr.value)
 
 
-def _moved(index: str, step: int, lane: int | None) -> str:
+def _moved(index: str, step: ir.Steps, lane: int | None) -> str:
     """An index in a lane."""
+    assert isinstance(step, int)
     return f"{index} + {lane * step}" if lane and step else index

@@ -193,12 +193,21 @@ class Clamp(Expr):
     type: Type = INT
 
 
+# How far each lane of a vector lies from the one before it, or from the first, where that differs.
+Steps = int | tuple[int, ...]
+
+
+def lane_offsets(steps: Steps, width: int) -> tuple[int, ...]:
+    """How far each lane lies from the first."""
+    return tuple(lane * steps for lane in range(width)) if isinstance(steps, int) else steps
+
+
 class Broadcast(Expr):
-    """A vector of a scalar in every lane, plus `step` times the lane."""
+    """A vector of a scalar in every lane, plus the offset of the lane."""
 
     type: Type
     value: Expr
-    step: int = 0
+    step: Steps = 0
 
 
 class Vector(Expr):
@@ -249,7 +258,7 @@ class Load(Expr):
     buffer: str
     stored: str
     index: Expr
-    step: int = 0
+    step: Steps = 0
     aligned: int = 1  # the index is a multiple of it
     mask: Expr | None = None  # where it is false, nothing is read and the value is 0
 

@@ -102,7 +102,7 @@ class Emitter:
         )
         self.bodies: list[list[ir.Statement]] = [[], []]
         self.lanes = 1
-        self.lane_steps: dict[str, int] = {}  # how variables differ from lane to lane; absent: not at all
+        self.lane_steps: dict[str, ir.Steps] = {}  # how variables differ between lanes; absent: not at all
         self.depth_of: dict[str, int] = {}  # the body of each variable
         self.given: dict[Node, Value] = {}  # values that do not depend on the coordinates
         self.kept: dict[
@@ -149,16 +149,27 @@ class Emitter:
 
     # Indices
 
-    def index(self, index: Index) -> tuple[ir.Expr, int, int]:
+    def index(self, index: Index) -> tuple[ir.Expr, int, ir.Steps]:
         """An index as an expression, its depth, and its step from lane to lane."""
-        depth = step = 0
+        depth = 0
         self.used.add(index)
         index = merged(index, self.merges)
+        steps: list[tuple[int, ir.Steps]] = []
         for name, factor in index.terms:
             self._define(name)
             depth = max(depth, self.depth_of[name])
-            step += factor * self.lane_steps.get(name, 0)
-        return affine(index), depth, step
+            if name in self.lane_steps:
+                steps.append((factor, self.lane_steps[name]))
+        return affine(index), depth, self._added(steps) if steps else 0
+
+    def _added(self, steps: Sequence[tuple[int, ir.Steps]]) -> ir.Steps:
+        """The sum of steps that have factors: the same from each lane to the next, if it is."""
+        offsets = [0] * self.lanes
+        for factor, step in steps:
+            for lane, far in enumerate(ir.lane_offsets(step, self.lanes)):
+                offsets[lane] += factor * far
+        even = all(far == lane * offsets[1] for lane, far in enumerate(offsets) if lane)
+        return offsets[1] if even else tuple(offsets)
 
     def _define(self, name: str) -> None:
         """Compute a quotient or remainder before its first use."""
@@ -168,7 +179,7 @@ class Emitter:
         number, depth, step = self.index(whole)
         if step:
             # Lanes that begin at a multiple of the width have the same quotient.
-            if self._vectors or step != 1 or divisor % self.lanes or self.aligned(whole) != self.lanes:
+            if step != 1 or divisor % self.lanes or self.aligned(whole) != self.lanes:
                 raise LanesImpossible
             if operation == "%":
                 self.lane_steps[name] = 1
@@ -182,7 +193,7 @@ class Emitter:
         others = (factor for name, factor in index.terms if not self.lane_steps.get(name))
         return math.gcd(self.lanes, index.constant, *others)
 
-    def integer(self, value: ir.Expr, depth: int, length: int, step: int = 0) -> Index:
+    def integer(self, value: ir.Expr, depth: int, length: int, step: ir.Steps = 0) -> Index:
         """A new variable with an integer's value."""
         name = self.name("k")
         self.bodies[depth].append(ir.Let(name, value))
@@ -322,7 +333,7 @@ class Emitter:
 
     def _random(self, node: Node, coords: Coords) -> Value:
         number, depth, step = self.index(flat(coords, node.shape))
-        if step and self._vectors:
+        if not isinstance(step, int) or (step and self._vectors):
             raise LanesImpossible
         words = [self.value(node.inputs[0], (Index((), word),)) for word in range(4)]
         kind, state = ir.Type("uint32", self.lanes if step else 1), tuple(word.var for word in words)
@@ -408,7 +419,9 @@ class Emitter:
             length = part.shape[axis]
             if not length:
                 continue
-            condition, moved, depth = self._inside(coords[axis], start, length)
+            condition, moved, depth = self._of_lanes(coords[axis], start, length) or self._inside(
+                coords[axis], start, length
+            )
             start += length
             if condition == ir.FALSE:
                 continue
@@ -421,8 +434,20 @@ class Emitter:
         assert result is not None
         return result
 
+    def _of_lanes(self, index: Index, start: int, length: int) -> tuple[ir.Expr, Index, int] | None:
+        """The same as `_inside` where lanes differ in it: of a part that has a single item along the axis."""
+        low, high = self.variables.bounds(index)
+        if not self._vectors or length != 1 or not low <= start <= high or low == high:
+            return None
+        if not self.index(index)[2]:
+            return None
+        number = self.number(index, "int32")
+        place = self.widened(Value(ir.Const(start), 0), self.lanes)
+        same = ir.Call(ir.Type("bool", self.lanes), "equal", (number.var, place.var), number.type)
+        return self.let(same, number.depth).var, ZERO, number.depth
+
     def _select(self, condition: ir.Expr, depth: int, yes: Value, no: Value) -> Value:
-        lanes = max(yes.type.width, no.type.width)
+        lanes = max(yes.type.width, no.type.width, condition.type.width)
         yes, no = self.widened(yes, lanes), self.widened(no, lanes)
         kind = ir.Type(yes.type.dtype, lanes)
         return self._new(ir.Select(kind, condition, yes.var, no.var), max(depth, yes.depth, no.depth))

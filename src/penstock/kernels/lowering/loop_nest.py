@@ -175,6 +175,27 @@ class LoopNest:
         result.append(ir.loop(name, start, stop, emitter.leave(), trips=trips))
         return result
 
+    def together(self, names: Sequence[str]) -> list[str]:
+        """The last variables whose items fill vectors, if not those of the last alone; none if they do not."""
+        inner = 1
+        for at in reversed(range(len(names))):
+            length = self._lengths[names[at]]
+            if self.lanes % inner:
+                break
+            if inner * length % self.lanes == 0:
+                return list(names[at:])
+            inner *= length
+        return []
+
+    def lane_steps(self, names: Sequence[str]) -> dict[str, ir.Steps]:
+        """How the variables that fill vectors together differ between lanes."""
+        steps: dict[str, ir.Steps] = {}
+        inner = 1
+        for name in reversed(names):
+            steps[name] = tuple(lane // inner % self._lengths[name] for lane in range(self.lanes))
+            inner *= self._lengths[name]
+        return steps
+
     def chunk(self, count: int, tasks: int, multiple: int = 1) -> list[ir.Statement]:
         """The range of a task: variables `begin` and `end`."""
         size = -(-count // (tasks * multiple)) * multiple

@@ -40,6 +40,9 @@ class MapLoops(LoopNest):
             self._body()
             kernel.body = [*emitter.bodies[0], *emitter.leave()]
             return self.lowered()
+        together = self.together(names)
+        if len(together) > 1 and self.lanes > 1 and not self.borders:
+            return self._by_short_axes(names[: -len(together)], together)
         *outer, last = names
         rows, length = self.count(outer), self.count([last])
         exact, begin, end = length % self.lanes == 0, ir.Var("begin"), ir.Var("end")
@@ -54,6 +57,31 @@ class MapLoops(LoopNest):
         inside = self.unpack("row", outer, 0)
         loops = self._between_borders(last, length)
         kernel.body.append(ir.loop("row", begin, end, [*inside, *emitter.bodies[0], *loops]))
+        return self.lowered()
+
+    def _by_short_axes(self, outer: list[str], together: list[str]) -> Lowered:
+        """Loops for axes that are too short for a vector each: its lanes have items of several of them."""
+        emitter, kernel = self.emitter, self.emitter.kernel
+        first, *inner = together
+        rows, length, step = self.count(outer), self.count([first]), self.lanes // self.count(inner)
+        emitter.depth_of.update(dict.fromkeys(together, 1))
+        emitter.lanes, emitter.lane_steps = self.lanes, self.lane_steps(together)
+        begin: ir.Operand = ir.Var("begin")
+        end: ir.Operand = ir.Var("end")
+        if rows == 1:
+            kernel.body = self.chunk(length, self.tasks(length // step, length * self.count(inner)), step)
+            loop_begin, loop_end = begin, end
+        else:
+            kernel.body = self.chunk(rows, self.tasks(rows, rows * length * self.count(inner)))
+            loop_begin, loop_end = 0, length
+        inside = self.unpack("row", outer, 0) if rows > 1 else []
+        self._body()
+        body = [*(ir.Let(name, ir.Const(0)) for name in inner), *emitter.leave()]
+        loop = ir.loop(first, loop_begin, loop_end, body, step=step, trips=length // step)
+        if rows == 1:
+            kernel.body += [*emitter.bodies[0], loop]
+        else:
+            kernel.body.append(ir.loop("row", begin, end, [*inside, *emitter.bodies[0], loop]))
         return self.lowered()
 
     def _between_borders(self, last: str, length: int) -> list[ir.For]:
@@ -84,7 +112,7 @@ class MapLoops(LoopNest):
         kernel.body = [ir.Let("item", ir.WORKGROUP * GROUP_THREADS + ir.THREAD)]
         emitter.depth_of.update(dict.fromkeys(names, 1))
         self._body()
-        order = [(name, emitter.lane_steps.get(name, 0) * self.lanes or 1) for name in self._order(names)]
+        order = [(name, (self.lanes if emitter.lane_steps.get(name) else 1)) for name in self._order(names)]
         variables = [(name, self.count([name]) // lanes, lanes) for name, lanes in order]
         body = [*unflattened(ir.Var("item"), variables), *emitter.bodies[0], *emitter.leave()]
         # Unsigned, because the last workgroup may reach beyond the largest int32.

@@ -8,7 +8,7 @@ the remainder goes into `LANES` others, and the last items, fewer than that, int
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.graph.node import Node
@@ -75,18 +75,18 @@ class Partials:
         lanes: int,
         body: Callable[[], None],
         before: Sequence[ir.Statement] = (),
-        along: str = "",
+        lane_steps: Mapping[str, ir.Steps] | None = None,
     ) -> list[ir.For]:
         """The loops of a CPU over a row, with the variable `name`.
 
-        `before` computes other variables from it; vectors are along `along`.
+        `before` computes other variables from it, which then differ between the lanes of a vector.
         """
         emitter = self._emitter
         emitter.depth_of[name] = 1
 
         def inside(loop: _Loop, lanes: int) -> list[ir.Statement]:
             self._loop, emitter.lanes = loop, lanes
-            emitter.lane_steps = {along or name: 1} if lanes > 1 else {}
+            emitter.lane_steps = dict(lane_steps or {name: 1}) if lanes > 1 else {}
             body()
             return [*before, *emitter.leave()]
 

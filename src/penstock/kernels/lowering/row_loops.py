@@ -348,13 +348,13 @@ class RowLoops(LoopNest):
     def _flat_loops(self, body: Callable[[], None], partials: Partials) -> list[ir.Statement]:
         """Loops of a CPU over the flat index of a row's items, from which its variables are computed.
 
-        So they are added in the same order as any row of that length. Vectors are along the last variable.
+        So they are added in the same order as any row of that length. Vectors are along the last variables.
         """
-        columns, last = self.group.columns, self._inner[-1]
+        columns, together = self.group.columns, self.together(self._inner)
         self.emitter.variables.lengths["column"] = columns
-        lanes = self.lanes if self.count([last]) % self.lanes == 0 else 1
+        lanes = self.lanes if together else 1
         inside = self.unpack("column", self._inner, 1)
-        loops = partials.loops("column", columns, lanes, body, inside, last)
+        loops = partials.loops("column", columns, lanes, body, inside, self.lane_steps(together))
         return [partials.sums.blocked(loop)[0] for loop in loops]
 
     def _loops_of_threads(self, body: Callable[[], None]) -> list[ir.For]:

@@ -5,6 +5,7 @@ What it reads often is packed: copied to memory that stays in the cache, in the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.ir.expressions import Const, Expr, Operand, Var, call
 from penstock.kernels.source import KernelSource
 from penstock.kernels.templates.matmul import BATCH, Epilogue, Problem, offset
-from penstock.kernels.templates.matmul_tiling import LANES, Tiling, tiling
+from penstock.kernels.templates.matmul_tiling import LANES, Tiling, reads_windows, tiling
 
 _CHAINS = 4  # independent sums in a product of few rows or columns, so that none waits for another
 _SPAN = 128 * _CHAINS * LANES  # steps along K of such a product, before their sum is added to the total
@@ -49,6 +50,24 @@ class _Panel:
     stride: int  # from line to line
     k_stride: int
 
+    def parts(self, k: KernelBuilder, step: Expr) -> Iterator[tuple[Memory, Expr]]:
+        """For each vector of lines of a step, the memory that it is in, and its index there."""
+        for vector in itertools.count():
+            yield self.memory, step * self.k_stride + vector * LANES
+
+
+@dataclass(frozen=True)
+class _Windows:
+    """Lines of the right side that are read in place, with steps that a table has the offsets of."""
+
+    memories: tuple[Memory, ...]  # of each vector of lines, from its first step on
+    at_step: Callable[[Expr], Expr]
+
+    def parts(self, k: KernelBuilder, step: Expr) -> Iterator[tuple[Memory, Expr]]:
+        """For each vector of lines of a step, the memory that it is in, and its index there."""
+        source = k.let("source", self.at_step(step))
+        return ((memory, source) for memory in self.memories)
+
 
 class _Side:
     """A side of the product in panels of lines: the rows of the left side, or the columns of the right side.
@@ -68,6 +87,7 @@ class _Side:
         self.lines = plan.rows if is_left else plan.vectors * LANES
         self.count = ceil(self.length / self.lines)  # of panels
         self.across = ceil(self.lines / LANES) * LANES  # a panel's lines, in whole vectors
+        self.in_windows = not is_left and reads_windows(problem, self.lines)
         self._choose_packing(ceil(problem.inner / plan.depth_blocks), problem.inner // plan.depth_blocks)
 
     def _choose_packing(self, deepest: int, shallowest: int) -> None:
@@ -142,7 +162,7 @@ class _Side:
                 for i, column in enumerate(_transposed(k, vectors)):
                     k.store(self.panels, target + i * self.packed_k_stride, column)
         elif self.order == "digits":
-            at_step = self._step_offsets(block)
+            at_step = self.step_offsets(block)
             with (
                 self.each_panel(begin, end) as (panel, _, first),
                 k.loop("lane", 0, self.across, LANES) as vector,
@@ -158,7 +178,7 @@ class _Side:
                 value = k.load(memory, self._index(inside, block.begin + step))
                 k.store(self.panels, self._packed_index(panel - begin, line, step), value)
 
-    def _step_offsets(self, block: _DepthBlock) -> Callable[[Expr], Expr]:
+    def step_offsets(self, block: _DepthBlock) -> Callable[[Expr], Expr]:
         """Where the steps of a block lie: in a table where that takes divisions, which all lines share."""
         k = self.k
         if not isinstance(self.k_stride, Digits):
@@ -217,6 +237,15 @@ class _Side:
         else:
             by_steps()
 
+    def windows(self, first: Expr, at_step: Callable[[Expr], Expr]) -> _Windows:
+        """A panel that is read in place, by its first line."""
+        k, matrix = self.k, self.matrix
+        begins = [matrix.base + offset(first + lane, self.stride) for lane in range(0, self.lines, LANES)]
+        return _Windows(
+            tuple(k.pointer(f"right{i}_lines", matrix.memory, begin) for i, begin in enumerate(begins)),
+            at_step,
+        )
+
     def panel(self, block: _DepthBlock, number: Expr, first: Expr) -> _Panel:
         """A panel by its first line, or by its index among the packed panels."""
         k, name = self.k, "left" if self.is_left else "right"
@@ -260,6 +289,8 @@ class _TiledProduct:
         with self._each_depth_block() as block:
             if plan.pack_right:
                 self.right.pack(block, *columns)
+            elif self.right.in_windows:
+                self.at_step = self.right.step_offsets(block)
             if plan.pack_left:
                 with k.loop("chunk", *rows, plan.chunk) as chunk:
                     end = k.let("chunk_end", _minimum(chunk + plan.chunk, rows[1]))
@@ -305,7 +336,11 @@ class _TiledProduct:
             kept = (row_panel - top) * self.widest_tile + across if last else 0
             slot = k.let("slot", kept * self.micro_tile)
             left = self.left.panel(block, row_panel - rows[0], first_row)
-            right = self.right.panel(block, across, first_column)
+            right: _Panel | _Windows
+            if self.right.in_windows:
+                right = self.right.windows(first_column, self.at_step)
+            else:
+                right = self.right.panel(block, across, first_column)
             sums = self._micro_kernel(block, slot, left, right)
             done = number.eq(last)
             if self.has_spans:
@@ -319,7 +354,9 @@ class _TiledProduct:
             with k.when(done) if last else nullcontext():
                 self._finish(slot, row, first_row, column, first_column)
 
-    def _micro_kernel(self, block: _DepthBlock, slot: Expr, left: _Panel, right: _Panel) -> list[Var]:
+    def _micro_kernel(
+        self, block: _DepthBlock, slot: Expr, left: _Panel, right: _Panel | _Windows
+    ) -> list[Var]:
         """The sums of a micro-tile over a block of K, in vectors, row by row."""
         k, plan = self.k, self.plan
         started, kept = block.number, self.sums
@@ -332,10 +369,8 @@ class _TiledProduct:
                 start = k.select(started.ne(0), k.load_vector(kept, slot + i * LANES, LANES), start)
             sums.append(k.variable(f"sum{i}", start))
         with k.loop("step", 0, block.depth) as step:
-            rights = [
-                k.let(f"right{i}", k.load_vector(right.memory, step * right.k_stride + i * LANES, LANES))
-                for i in range(plan.vectors)
-            ]
+            parts = zip(range(plan.vectors), right.parts(k, step), strict=False)
+            rights = [k.let(f"right{i}", k.load_vector(memory, at, LANES)) for i, (memory, at) in parts]
             for row in range(plan.rows):
                 item = k.load(left.memory, step * left.k_stride + Const(row) * left.stride)
                 factor = k.let(f"left{row}", k.broadcast(item, LANES))

@@ -46,6 +46,7 @@ _STREAM_DEPTH = 8  # and where the right side does not stay in the cache
 _MANY = 4096  # rows or columns, beyond which the best micro-tile hardly depends on their number
 _DIRECT_LEFT = 1 << 15  # items of a transposed left side that is not packed, since it stays in the cache,
 _DIRECT_RIGHT = 1 << 16  # and of such a right side
+_FEW_ROWS = 128  # that do not pay for packing windows
 
 
 def tiling(problem: Problem, capabilities: Capabilities) -> Tiling:
@@ -61,7 +62,9 @@ def tiling(problem: Problem, capabilities: Capabilities) -> Tiling:
         return _tiling_with(problem, capabilities, rows, vectors, pack_left)
 
     plan = best_for(problem)
-    if problem.varied:  # the micro-tile that is best for large sizes, if that adds in the same order
+    # The rows of a product with windows are channels, which vary little.
+    if problem.varied and not reads_windows(problem, plan.vectors * LANES):
+        # The micro-tile that is best for large sizes, if that adds in the same order.
         usual = best_for(replace(problem, rows=_MANY, columns=_MANY))
         if (usual.depth_blocks, usual.span) == (plan.depth_blocks, plan.span):
             return usual
@@ -76,14 +79,15 @@ def _tiling_with(
     in_vectors = neighbour_stride(right.column_stride) == 1
     width = vectors * LANES
     row_panels, column_panels = ceil(problem.rows / rows), ceil(problem.columns / width)
-    pack_right = (
+    windows = reads_windows(problem, width)
+    pack_right = not windows and (
         right.column_stride != 1
         or isinstance(right.row_stride, Digits)
         or right.memory.dtype != "float32"
         or problem.columns < width
         or (inner * problem.columns > _DIRECT_RIGHT and row_panels > 4)
     )
-    stream_right = not pack_right and inner * problem.columns > _DIRECT_RIGHT
+    stream_right = not pack_right and not windows and inner * problem.columns > _DIRECT_RIGHT
     fetching_left = _fetch_left(rows, pack_left) * inner
     fetching_right = pack_right * vectors * (8 if in_vectors else 10) * inner
 
@@ -99,6 +103,7 @@ def _tiling_with(
     span = 1 if not stream_right else _DEPTH // depth if inner > 2 * _DEPTH else depth_blocks
     sums = floats * 3 // 8 // (2 if 1 < span < depth_blocks else 1)
     widest = sums // (rows * width) if stream_right else right_steps // depth
+    widest = column_panels if windows else widest
     micro_tile = _step(rows, vectors) * inner + 40 * depth_blocks  # cycles
     choices = []
     for column_tiles in _counts(ceil(column_panels / widest), column_panels):
@@ -114,6 +119,21 @@ def _tiling_with(
     return Tiling(
         rows, vectors, row_tiles, column_tiles, depth_blocks, pack_left, pack_right, chunk, span, floats
     )
+
+
+def reads_windows(problem: Problem, width: int) -> bool:
+    """Whether the right side is read in place although its steps are not evenly apart.
+
+    Such are the windows of images. Few rows would not use what is packed often enough. Vectors are contiguous
+    where they begin at multiples of their width, as panels do.
+    """
+    right = problem.right
+    if not isinstance(right.row_stride, Digits) or not isinstance(right.column_stride, Digits):
+        return False
+    divisor, length, stride = right.column_stride.parts[-1]
+    contiguous = (divisor, stride) == (1, 1) and length % LANES == 0 and problem.columns % LANES == 0
+    few = problem.rows <= _FEW_ROWS and problem.columns >= width
+    return contiguous and few and right.memory.dtype == "float32"
 
 
 def _micro_tiles(problem: Problem) -> Iterator[tuple[int, int]]:
