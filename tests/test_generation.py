@@ -40,13 +40,13 @@ def drawn(logits: np.ndarray, setting: Sampling, count: int, seen: np.ndarray | 
     """Tokens of one row of logits, with seeds from 0 on."""
     tiled = np.tile(logits.astype(np.float32), (count, 1))
     seeds = np.stack([seed_words(seed) for seed in range(count)])
-    ids, _ = sample(
+    result = sample(
         *(ps.asarray(array, device="host") for array in (tiled, numbers_of([setting] * count), seeds)),
         ps.asarray(np.full(count, 7, np.int32), device="host"),
         None if seen is None else ps.asarray(np.tile(seen, (count, 1)), device="host"),
         needs_of([setting]),
     )
-    return ids.numpy()
+    return result.ids.numpy()
 
 
 def probabilities(logits: np.ndarray, setting: Sampling) -> np.ndarray:

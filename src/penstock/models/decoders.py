@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.graph.dtypes import DType
+from penstock.graph.paged_attention import reads_pages
 from penstock.models.attending import PagedAttention
 from penstock.models.programs import Bucket, Programs, bucket, covering
 from penstock.models.sampling import Drawn, Needs, Sampling, needs_of, numbers_of, sample
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
 
 PAGE = 16  # positions of a page
 _SHORTEST = 16  # the smallest bucket of new tokens
-# The smallest tables of pages. Those of prompts that continue are small, since all of their pages are read;
-# for others, a wide table costs nothing but its own memory. Larger tables are powers of 4 of these.
+# The smallest tables of pages. Those of prompts that continue are small where all of their pages are read;
+# otherwise, a wide table costs nothing but its own memory. Larger tables are powers of 4 of these.
 _TIGHT, _WIDE = 4, 128
 _COVERED = 512  # pages of a sequence up to which an engine has programs from the beginning
 
@@ -71,6 +72,9 @@ class Decoder:
         self._shapes = model.cache_shapes
         # Up to so many positions, keys are those of every sequence with the same tokens.
         self.steady = min((shape.steady or model.context for shape in self._shapes), default=0)
+        # Whether prompts read of their pages what they attend to alone; on CPUs, also when they start.
+        self._wide = reads_pages(weight.dtype, self.device.capabilities)
+        self._from_pages = self._wide and self.device.capabilities.vector_width > 1
         self._caches = [self._empty((1,), weight.dtype) for _ in self._shapes]
         self._state = self._empty((slots, 2), int32)  # of each slot: its last token, and the positions before
         self._seen = self._empty((1,), bool_)  # for each slot and token whether it occurs, if anybody asks
@@ -135,10 +139,10 @@ class Decoder:
         longest = max(count for _, count in parts)
         length = bucket(longest, min(_SHORTEST, self.context), self.context)
         sequences = [sequence for sequence, _ in parts]
-        fresh = not any(sequence.computed for sequence in sequences)
-        needs = self._needs_of(sequences)
+        fresh = not self._from_pages and not any(sequence.computed for sequence in sequences)
+        width = self._width(sequences, _WIDE if fresh or self._wide else _TIGHT)
         rows = bucket(len(parts), 1, self.slots)
-        wanted = Bucket(rows, length, self._width(sequences, _WIDE if fresh else _TIGHT), fresh, needs)
+        wanted = Bucket(rows, length, width, fresh, self._needs_of(sequences))
         taken, program = self.programs.take(wanted)
         ids, control, table = self._arrays(taken)
         complete: list[TokenSequence | None] = [None] * taken.rows
