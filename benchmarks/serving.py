@@ -3,8 +3,9 @@
     python benchmarks/serving.py --clients 64 --seconds 600             # a tiny model, on the default device
     python benchmarks/serving.py --model llama-1b --device cuda:0 --dtype bfloat16 --rounding --leaving 0
 
-It starts `penstock serve` with random weights. Half of the requests are streams, and some clients leave in
-the middle of them. Every whole answer is compared with what the model generates offline with the same seed.
+It starts `penstock serve` with random weights. Half of the requests are streams, half are greedy, and some
+clients leave in the middle of streams. Every whole answer is compared with what the model generates offline
+with the same seed. Then the server is killed under load, and started again at the same address.
 In bfloat16 on a GPU, products round differently in batches of different sizes, so that answers may differ:
 `--rounding` only counts these. At the end, all pages have to be free, and all sequences accounted for.
 """
@@ -37,11 +38,12 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 import penstock as ps
 from generate import SHAPES
+from measuring import Report
 from penstock.models import Completion, Engine, LanguageModel, TextTokenizer
 
 QUESTIONS = 256  # distinct ones
 TEMPERATURE = 0.8
-PATIENCE = 600  # seconds: a busy machine may take minutes to build all programs that first requests need
+PATIENCE = 120  # seconds without a byte after which a client gives up
 WARM = 8  # answers of each client before anything is measured
 
 
@@ -52,6 +54,7 @@ class Question:
     prompt: str
     seed: int
     tokens: int
+    temperature: float
     answer: str
 
 
@@ -61,6 +64,7 @@ class Tally:
 
     ends: Counter[str] = field(default_factory=Counter)
     first_token: list[float] = field(default_factory=list)
+    slowest: float = 0.0  # seconds of a whole answer
     problems: list[str] = field(default_factory=list)
 
 
@@ -86,11 +90,22 @@ def prompts(model: LanguageModel, length: int) -> list[str]:
     return result
 
 
+def temperature(number: int) -> float:
+    """Of a question: half of them are greedy."""
+    return TEMPERATURE if number % 2 else 0.0
+
+
 def asked_offline(model: LanguageModel, texts: list[str], tokens: int, slots: int) -> list[Completion]:
     """What follows each prompt, in batches as large as the server's."""
-    answers: list[Completion] = []
-    for start in range(0, len(texts), slots):
-        answers += model.generate(texts[start : start + slots], tokens, temperature=TEMPERATURE, seed=start)
+    answers: list[Completion] = [Completion() for _ in texts]
+    for greedy in range(2):
+        own = range(greedy, len(texts), 2)
+        for start in range(0, len(own), slots):
+            numbers = own[start : start + slots]
+            given: Any = {"temperature": temperature(numbers[0]), "seed": list(numbers)}
+            made = model.generate([texts[number] for number in numbers], tokens, **given)
+            for number, answer in zip(numbers, made, strict=True):
+                answers[number] = answer
     return answers
 
 
@@ -107,14 +122,14 @@ def questions(folder: Path, chosen: argparse.Namespace) -> list[Question]:
     draw = random.Random(1)
     lengths = [draw.randint(max(chosen.tokens // 2, 1), chosen.tokens) for _ in texts]
     asked = [
-        Question(text, seed, length, model.tokenizer.decode(answer.ids[:length]))
+        Question(text, seed, length, temperature(seed), model.tokenizer.decode(answer.ids[:length]))
         for seed, (text, answer, length) in enumerate(zip(texts, answers, lengths, strict=True))
     ]
     with Engine(model, slots=chosen.slots, queue=QUESTIONS) as engine:
         for turn in range(4):
             start, busy = time.perf_counter(), cpu_seconds()
             requests = [
-                engine.submit(each.prompt, each.tokens, temperature=TEMPERATURE, seed=each.seed)
+                engine.submit(each.prompt, each.tokens, temperature=each.temperature, seed=each.seed)
                 for each in asked
             ]
             for request in requests:
@@ -171,7 +186,7 @@ class Client(threading.Thread):
             "prompt": question.prompt,
             "seed": question.seed,
             "max_tokens": question.tokens,
-            "temperature": TEMPERATURE,
+            "temperature": question.temperature,
             "stream": streams,
         }
         start = time.perf_counter()
@@ -187,6 +202,7 @@ class Client(threading.Thread):
             self._read_stream(answer, question, start, leaves)
         else:
             choice = json.loads(answer.read())["choices"][0]
+            self._tally.slowest = max(self._tally.slowest, time.perf_counter() - start)
             self._check(question, choice["text"], choice["finish_reason"])
 
     def _read_stream(
@@ -224,12 +240,15 @@ class Client(threading.Thread):
 class Server:
     """`penstock serve` as a process."""
 
-    def __init__(self, folder: Path, chosen: argparse.Namespace) -> None:
-        words = [sys.executable, "-m", "penstock", "serve", str(folder), "--port", "0"]
+    def __init__(self, folder: Path, chosen: argparse.Namespace, port: int = 0) -> None:
+        words = [sys.executable, "-m", "penstock", "serve", str(folder), "--port", str(port)]
         words += ["--slots", str(chosen.slots), *(["--device", chosen.device] if chosen.device else [])]
+        start = time.perf_counter()
         self.process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().rpartition(" ")[2].strip()
+        self.start_seconds = time.perf_counter() - start
+        self.port = urlsplit(self.url).port or 0
         self._process = psutil.Process(self.process.pid)
 
     @property
@@ -252,17 +271,32 @@ class Server:
         return {name: float(value) for name, value in re.findall(r"^penstock_(\w+) (\S+)$", text, re.M)}
 
 
-def load(server: Server, asked: list[Question], chosen: argparse.Namespace) -> Tally:
-    """Let clients ask for some time, and print what the server did."""
-    tally = Tally()
+def started(server: Server, asked: list[Question], tally: Tally, chosen: argparse.Namespace) -> list[Client]:
     clients = [Client(server.url, number, asked, tally, chosen) for number in range(chosen.clients)]
     for client in clients:
         client.start()
-    start = time.perf_counter()
-    while tally.ends.total() < WARM * chosen.clients:  # programs are built, and memory is used once
+    while tally.ends.total() < WARM * chosen.clients:
         time.sleep(0.1)
+    return clients
+
+
+def stopped(clients: list[Client]) -> None:
+    for client in clients:
+        client.stop.set()
+    for client in clients:
+        client.join(PATIENCE)
+
+
+def load(server: Server, asked: list[Question], chosen: argparse.Namespace, report: Report) -> Tally:
+    """Let clients ask for some time, and print what the server did."""
+    tally = Tally()
+    start = time.perf_counter()
+    report.add("start, until programs cover all steps", server.start_seconds, "s", "", None, "")
+    clients = started(server, asked, tally, chosen)
     warm = time.perf_counter() - start
-    print(f"the first {WARM} answers of each client, with programs to build: {warm:.0f} s")
+    report.add(
+        f"the first {WARM} answers of each client", warm, "s", "", None, "programs are built meanwhile"
+    )
     before, start, busy = server.figures(), time.perf_counter(), server.cpu_seconds
     sizes = [server.resident]
     tally.first_token.clear()
@@ -270,26 +304,39 @@ def load(server: Server, asked: list[Question], chosen: argparse.Namespace) -> T
         time.sleep(1)
         sizes.append(server.resident)
     after, seconds, busy = server.figures(), time.perf_counter() - start, server.cpu_seconds - busy
-    for client in clients:
-        client.stop.set()
-    for client in clients:
-        client.join(PATIENCE)
+    stopped(clients)
     tokens = after["generated_tokens_total"] - before["generated_tokens_total"]
     waits = sorted(tally.first_token)
     part = max(len(sizes) // 10, 1)
-    print(
-        f"served to {chosen.clients} clients for {seconds:.0f} s: {tokens / seconds:,.0f} tokens/s, "
-        f"{tokens / busy:,.0f} per second of processor time"
-    )
-    print(
-        f"first token of a stream: median {statistics.median(waits) * 1e3:.0f} ms, "
-        f"99% within {waits[int(len(waits) * 0.99)] * 1e3:.0f} ms"
-    )
-    print(
-        f"resident: {sizes[0] / 2**20:.1f} MiB at the beginning, {max(sizes[:part]) / 2**20:.1f} at most in "
-        f"the first tenth, {max(sizes[-part:]) / 2**20:.1f} in the last, {sizes[-1] / 2**20:.1f} at the end"
-    )
+    most = [max(each) / 2**20 for each in (sizes[:part], sizes[-part:])]
+    detail = f"{tokens / busy:,.0f} per second of processor time; {seconds:.0f} s"
+    report.add(f"served to {chosen.clients} clients, tokens/s", tokens / seconds, "", "", None, detail)
+    detail = f"median {statistics.median(waits) * 1e3:.0f} ms"
+    last = waits[int(len(waits) * 0.99)] * 1e3
+    report.add("first token of a stream, 99% within", last, "ms", "", None, detail)
+    report.add("slowest whole answer", tally.slowest, "s", f"< {PATIENCE}", tally.slowest < PATIENCE, "")
+    ends = [size / 2**20 for size in (sizes[0], sizes[-1])]
+    detail = f"first tenth: {most[0]:.1f}; {ends[0]:.1f} at the beginning, {ends[1]:.1f} at the end"
+    report.add("resident in the last tenth, at most", most[1], "MiB", "flat", None, detail)
+    report.add("programs at the end", after["programs"], "", "bounded", None, "")
     return tally
+
+
+def killed(
+    server: Server, folder: Path, asked: list[Question], chosen: argparse.Namespace, report: Report
+) -> Server:
+    """Kill a server under load; another one at its address, which answers as the first."""
+    clients = started(server, asked, Tally(), chosen)
+    server.process.send_signal(signal.SIGKILL)
+    server.process.wait(60)
+    stopped(clients)
+    again = Server(folder, chosen, server.port)
+    tally = Tally()
+    stopped(started(again, asked, tally, chosen))
+    wrong = tally.ends["lost"] + tally.ends["different"]
+    detail = f"{tally.ends['equal']:,} equal; started in {again.start_seconds:.1f} s at the same address"
+    report.add("killed and started again: answers lost or different", wrong, "", "0", not wrong, detail)
+    return again
 
 
 def at_rest(server: Server) -> dict[str, float]:
@@ -313,36 +360,51 @@ def options() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=64, help="words of the longest prompt")
     parser.add_argument("--tokens", type=int, default=48, help="of the longest answer")
     parser.add_argument("--leaving", type=float, default=0.05, help="share of clients that leave a stream")
+    parser.add_argument("--save", type=Path, help="a file for the results")
     parser.add_argument("--rounding", action="store_true", help="answers may differ from the offline ones")
     return parser.parse_args()
+
+
+def accounted(server: Server, tally: Tally, chosen: argparse.Namespace, report: Report) -> None:
+    """Add what has to be zero at the end."""
+    figures = at_rest(server)
+    for name, allowed in (("lost", False), ("different", chosen.rounding)):
+        count, equal = tally.ends[name], f"{tally.ends['equal']:,} equal"
+        report.add(f"answers that were {name}", count, "", "0", not count or allowed, equal)
+    report.add(
+        "refused with 429", tally.ends["refused"], "", "", None, f"{tally.ends['left']:,} left a stream"
+    )
+    used = figures["pages_used"]
+    report.add("pages in use at the end", used, "", "0", not used, f"of {figures['pages']:.0f}")
+    ended = figures["sequences_finished_total"] + figures["sequences_cancelled_total"]
+    open_ones = figures["sequences_total"] - ended
+    report.add("sequences that did not end", open_ones, "", "0", not open_ones, f"of {ended:,.0f}")
+    for problem in tally.problems:
+        print(problem)
 
 
 def main() -> None:
     chosen = options()
     if chosen.device:
         ps.use(chosen.device)
+    report = Report()
     with TemporaryDirectory() as temporary:
         folder = Path(temporary) / chosen.model
         write_model(folder, chosen.model, chosen.dtype)
         asked = questions(folder, chosen)
         server = Server(folder, chosen)
         try:
-            tally = load(server, asked, chosen)
-            figures = at_rest(server)
+            tally = load(server, asked, chosen, report)
+            accounted(server, tally, chosen, report)
+            server = killed(server, folder, asked, chosen, report)
         finally:
             server.process.send_signal(signal.SIGTERM)
             status = server.process.wait(60)
-    ended = figures["sequences_finished_total"] + figures["sequences_cancelled_total"]
-    accounted = figures["sequences_total"] == ended
-    print(
-        f"answers: {', '.join(f'{count:,} {name}' for name, count in sorted(tally.ends.items()))}; "
-        f"pages in use at the end: {figures['pages_used']:.0f} of {figures['pages']:.0f}; "
-        f"{ended:,.0f} of {figures['sequences_total']:,.0f} sequences ended; exit status {status}"
-    )
-    for problem in tally.problems:
-        print(problem)
-    wrong = tally.ends["lost"] or (tally.ends["different"] and not chosen.rounding)
-    sys.exit(1 if wrong or figures["pages_used"] or not accounted or status else 0)
+    report.add("exit status after SIGTERM", status, "", "0", not status, "")
+    if chosen.save:
+        given = f" --clients {chosen.clients} --seconds {chosen.seconds:.0f}"
+        report.save(chosen.save, "serving", ps.default_device(), {}, given)
+    sys.exit(any(row["met"] is False for row in report.rows))
 
 
 if __name__ == "__main__":

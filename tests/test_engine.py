@@ -21,6 +21,8 @@ from penstock.errors import DeviceError, EngineClosed, QueueFull
 from penstock.models import Engine, LanguageModel, Piece, Request, Sampling, scheduling
 from penstock.models.decoders import PAGE, Decoder, page_bytes
 from penstock.models.paging import Pages
+from penstock.models.programs import Bucket
+from penstock.models.sampling import Needs
 from penstock.models.sequences import TokenSequence, Wanted
 
 SIZES = {**cases.LLAMA, "vocab_size": 40, "num_hidden_layers": 1, "max_position_embeddings": 96}
@@ -268,12 +270,35 @@ def test_only_the_pages_of_a_sequence_are_read(
     page = page_bytes(compiled)
     with Engine(compiled, slots=1, memory=4000 * page) as engine:
         assert engine.submit(prompt, 4, temperature=0).result().ids == by_whole_model(model, prompt, 4)
-        programs = {key: program.schedules()[0] for key, program in engine._decoder._programs.items()}
-    assert sorted(key[0] for key in programs) == ["prompts", "prompts", "tokens"]
+        programs = {bucket: program.schedules()[0] for bucket, program in engine._decoder.programs}
+    lengths = [bucket.length for bucket in programs]
+    continued = [bucket for bucket in programs if not bucket.fresh]
+    assert sorted(lengths) in ([0, 32], [0, 32, 32]), "on a CPU, a prompt that starts reads its pages too"
+    assert sorted(bucket.length for bucket in continued) == [0, 32]
     assert max(schedule.plan.arena_bytes for schedule in programs.values()) < 100 * page
-    steps = next(str(schedule) for key, schedule in programs.items() if key[0] == "tokens").splitlines()
-    assert sum("[paged_attention]" in step for step in steps) == len(compiled.cache_shapes)
-    assert not any("matmul" in step and "gather" in step for step in steps)
+    for bucket in continued:
+        steps = str(programs[bucket]).splitlines()
+        assert sum("[paged_attention]" in step for step in steps) == len(compiled.cache_shapes)
+        assert not any("matmul" in step and "gather" in step for step in steps)
+
+
+def test_temporaries_of_a_prompt_do_not_grow_with_what_is_before_it() -> None:
+    device = ps.Device.over(DRIVERS["opencl-device"]())
+    model = built(device, max_position_embeddings=32768)
+    decoder = Decoder(model, 1, 2048)
+    decoder.begin()
+    taken = {}
+    for length, pages in ((256, 512), (256, 2048), (512, 512), (512, 2048)):
+        bucket = Bucket(1, length, pages, False, Needs())
+        arrays = [ps.zeros(array.shape, dtype=ps.int32, device=device) for array in decoder._arrays(bucket)]
+        numbers = ps.zeros((5, 1), device=device), ps.zeros((1, 2), dtype=ps.uint32, device=device)
+        with ps.no_grad():
+            plan = decoder._program(bucket).memory_plan(*arrays, *numbers)
+        taken[length, pages] = plan.budgets[0].arena_bytes
+    assert taken[256, 512] == taken[256, 2048], "a table of pages is an input"
+    assert taken[512, 512] == taken[512, 2048] <= 2.1 * taken[256, 512]
+    assert taken[512, 2048] < 512 * 32768, "bytes, fewer than scores"
+    device.close()
 
 
 # Interface

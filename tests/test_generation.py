@@ -40,13 +40,13 @@ def drawn(logits: np.ndarray, setting: Sampling, count: int, seen: np.ndarray | 
     """Tokens of one row of logits, with seeds from 0 on."""
     tiled = np.tile(logits.astype(np.float32), (count, 1))
     seeds = np.stack([seed_words(seed) for seed in range(count)])
-    ids, _ = sample(
+    result = sample(
         *(ps.asarray(array, device="host") for array in (tiled, numbers_of([setting] * count), seeds)),
         ps.asarray(np.full(count, 7, np.int32), device="host"),
         None if seen is None else ps.asarray(np.tile(seen, (count, 1)), device="host"),
         needs_of([setting]),
     )
-    return ids.numpy()
+    return result.ids.numpy()
 
 
 def probabilities(logits: np.ndarray, setting: Sampling) -> np.ndarray:
@@ -122,6 +122,17 @@ def test_log_probabilities_are_those_of_the_model(model: LanguageModel) -> None:
     logs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     np.testing.assert_allclose(result.logprobs, logs[np.arange(6), result.ids], atol=1e-4)
     assert model.generate([5, 6], 2).logprobs == []
+    # The likeliest tokens: others of the batch may have asked for none, or for fewer.
+    settings: Any = {"temperature": 0.7, "top_k": 5, "seed": 1}
+    top = model.generate([5, 6], 6, top_logprobs=7, **settings)
+    assert top.ids == result.ids
+    order = np.argsort(-logs, axis=-1, kind="stable")[:, :7]
+    assert [[token for token, _ in likeliest] for likeliest in top.top_logprobs] == order.tolist()
+    values = [[value for _, value in likeliest] for likeliest in top.top_logprobs]
+    np.testing.assert_allclose(values, np.take_along_axis(logs, order, axis=-1), atol=1e-4)
+    assert model.generate([5, 6], 2, logprobs=True).top_logprobs == []
+    with pytest.raises(ValueError, match="top_logprobs is 0 to 20, and 21 was given"):
+        model.generate([5, 6], 2, top_logprobs=21)
 
 
 def test_a_sequence_depends_on_its_seed_and_not_on_the_batch(model: LanguageModel) -> None:
@@ -228,9 +239,9 @@ def test_there_is_a_program_for_each_bucket_and_not_for_each_length() -> None:
         model.generate([1] * length, 20, temperature=0)
         assert model._decoders is not None
         decoder = model._decoders._idle
-        captured.append(sorted(key[0] for key in decoder._programs))
-    assert captured == [["prompts", "tokens"]] * 9
-    assert all(len(program._captured) == 1 for program in decoder._programs.values())
+        captured.append(sorted(bucket.length for bucket, _ in decoder.programs))
+    assert captured == [[0, 16]] * 9
+    assert all(len(program._captured) == 1 for _, program in decoder.programs)
 
 
 def test_pages_are_written_in_place_and_given_back() -> None:

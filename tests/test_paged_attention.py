@@ -95,32 +95,37 @@ SHAPES = [
     ((2, 1, 2, 1, 80), 2048, 500, None),  # several splits
     ((1, 2, 4, 2, 256), 1030, None, None),
     ((1, 1, 11, 1, 5), 33, None, None),  # more heads than are computed together
-    ((2, 40, 4, 2, 16), 90, 30, 5.0),  # many queries: by products
+    ((2, 40, 4, 2, 16), 90, 30, 5.0),  # many queries
+    ((1, 33, 3, 1, 20), 300, None, None),
+    ((1, 17, 2, 2, 256), 150, None, None),
+    ((2, 20, 4, 4, 80), 200, 70, None),
 ]
 
 
-@pytest.mark.slow("webgpu-case3", *(f"case{number}" for number in (1, 2, 4, 5, 6)))
+@pytest.mark.slow("webgpu-case3", *(f"case{number}" for number in (1, 2, 4, 5, 6, 8, 9, 10)))
 @pytest.mark.parametrize("case", SHAPES, ids=[f"case{number}" for number in range(len(SHAPES))])
 def test_each_query_attends_to_its_positions(device: Device, case: tuple[Any, ...]) -> None:
     check(device, *case)
 
 
-@pytest.mark.slow("float16")
+@pytest.mark.slow("float16", "many")
+@pytest.mark.parametrize("queries", [1, 20], ids=["few", "many"])
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
-def test_half_precision(device: Device, dtype: Any) -> None:
-    check(device, (2, 1, 4, 2, 32), 50, dtype=dtype)
+def test_half_precision(device: Device, dtype: Any, queries: int) -> None:
+    check(device, (2, queries, 4, 2, 32), 50, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("size", [64, 80, 256])
-def test_nvrtc_takes_it(dtype: Any, size: int) -> None:
+@pytest.mark.parametrize("queries", [1, 64])
+def test_nvrtc_takes_it(dtype: Any, size: int, queries: int) -> None:
     capabilities = replace(Imagined().capabilities, max_group_size=1024)
-    query, pages = np.ones((2, 1, 8, size), dtype), np.ones((2, 300, 2, PAGE, size), dtype)
-    table, last = np.ones((2, 128), np.int32), np.ones((2, 1), np.int32)
+    query, pages = np.ones((2, queries, 8, size), dtype), np.ones((2, 300, 2, PAGE, size), dtype)
+    table, last = np.ones((2, 128), np.int32), np.ones((2, queries), np.int32)
     node = graph.paged_attention(*map(at, (query, pages, table, last)), 0.1, 1500, 5.0)
     (group,) = partition([node], lambda node: fusible(node, capabilities))
     lowering = write(group, capabilities, "x")
     assert lowering is not None
-    assert len(lowering.launches) == 2, "splits, and what combines them"
+    assert len(lowering.launches) == (2 if queries == 1 else 1), "splits, and what combines them"
     text = whole_text([launch.source for launch in lowering.launches], "cuda")
     assert compile_text(text, "sm_90").startswith(b"\x7fELF")

@@ -137,6 +137,34 @@ def test_log_probabilities_are_those_of_the_tokens(shared: Served, model: Langua
         assert token.bytes is None or bytes(token.bytes).decode() == token.token
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_likeliest_tokens_come_with_log_probabilities(
+    shared: Served, model: LanguageModel, stream: bool
+) -> None:
+    assert isinstance(model.tokenizer, TextTokenizer)
+    asked: Any = {"model": "tiny", "temperature": 1.2, "seed": 3, "max_tokens": 9, "stream": stream}
+    options: Any = {"temperature": 1.2, "seed": 3, "logprobs": True, "top_logprobs": 4}
+    client, decode = shared.client(), model.tokenizer.decode
+    answer = client.completions.create(prompt="log", logprobs=4, **asked)
+    parts = [part.choices[0].logprobs for part in (answer if stream else [answer])]
+    told = [each for part in parts if part for each in part.top_logprobs]
+    wanted = model.generate("log", 9, **options)
+    for got, likeliest, token, logprob in zip(
+        told, wanted.top_logprobs, wanted.ids, wanted.logprobs, strict=True
+    ):
+        by_text = {decode([number]): value for number, value in reversed([*likeliest, (token, logprob)])}
+        assert got == pytest.approx(by_text, abs=1e-4)
+    answer = client.chat.completions.create(messages=MESSAGES, logprobs=True, top_logprobs=4, **asked)
+    parts = [part.choices[0].logprobs for part in (answer if stream else [answer])]
+    tokens = [token for part in parts if part for token in part.content]
+    wanted = model.generate(model.tokenizer.chat(MESSAGES), 9, **options)
+    for got, likeliest, number in zip(tokens, wanted.top_logprobs, wanted.ids, strict=True):
+        assert got.token == decode([number])
+        assert [top.token for top in got.top_logprobs] == [decode([number]) for number, _ in likeliest]
+        values = [value for _, value in likeliest]
+        assert [top.logprob for top in got.top_logprobs] == pytest.approx(values, abs=1e-4)
+
+
 def test_a_stream_is_the_answer_in_pieces(shared: Served) -> None:
     client = shared.client()
     asked: Any = {"model": "tiny", "temperature": 0.7, "seed": 3, "n": 2, "max_tokens": 40}
@@ -306,7 +334,7 @@ def is_error(tree: Any) -> bool:
         (TEXT, {"stream": "yes"}, "stream"),
         (TEXT, {"stream_options": {"include_usage": True}}, "stream_options"),
         (TEXT, {"stream": True, "stream_options": {"other": True}}, "stream_options.other"),
-        (TEXT, {"logprobs": 3}, "logprobs"),
+        (TEXT, {"logprobs": 6}, "logprobs"),
         (TEXT, {"echo": True}, "echo"),
         (TEXT, {"suffix": "end"}, "suffix"),
         (TEXT, {"best_of": 2}, "best_of"),
@@ -323,7 +351,8 @@ def is_error(tree: Any) -> bool:
         (CHAT, {"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
         (CHAT, {"tools": [{"type": "function"}]}, "tools"),
         (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
-        (CHAT, {"logprobs": True, "top_logprobs": 2}, "top_logprobs"),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (CHAT, {"top_logprobs": 2}, "top_logprobs"),
         (CHAT, {"reasoning_effort": "high"}, "reasoning_effort"),
     ],
     ids=str,

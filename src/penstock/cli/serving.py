@@ -91,4 +91,5 @@ def _loaded(folder: Path, slots: int, queue: int, memory: str | None) -> tuple[L
         except ValueError as error:
             raise SettingError(str(error)) from None
         engine.submit([0], max_tokens=2).result()  # what cannot work fails here, not at the first request
+        engine.prepare()
     return model, engine

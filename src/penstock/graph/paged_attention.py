@@ -4,8 +4,8 @@ Queries are (rows, length, heads, head size), and the pages of a layer (2, pages
 size), with keys first. Row r has the pages `table[r]`, in the order of their positions; its query i attends
 to the positions up to `positions[r, i]`. Neighbouring heads of queries share a head of keys and values.
 
-A kernel reads the positions that are attended to, and nothing else. For many queries of a sequence there are
-the products of the decomposition, in parts.
+A kernel reads the positions that are attended to, and nothing else; no scores are stored. Tensor cores, and
+NumPy, have the products of the decomposition for many queries of a sequence, in parts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.drivers.driver import Capabilities
 from penstock.graph.attention import softmax
 from penstock.graph.contraction import gather, matmul
 from penstock.graph.creating import sequence
-from penstock.graph.dtypes import int32
+from penstock.graph.dtypes import HALF_PRECISION, int32
 from penstock.graph.elementwise import (
     add,
     cast,
@@ -37,7 +37,7 @@ from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape
 from penstock.graph.reducing import expand, max_
 from penstock.graph.shaping import concat, permute, reshape, slice_axis
 
-MOST_QUERIES = 16  # of a sequence; more are computed by products of matrices
+MOST_QUERIES = 16  # of a sequence, whose positions are divided among workgroups; more have other kernels
 _SCORES = 1 << 24  # that are stored at a time
 
 
@@ -77,11 +77,16 @@ def _reference(
     return np.asarray(result.transpose(0, 3, 1, 2, 4).reshape(query.shape))
 
 
+def reads_pages(dtype: DType, capabilities: Capabilities) -> bool:
+    """Whether a kernel has many queries of a sequence read pages, up to the last position they attend to."""
+    return capabilities.compiles and not (capabilities.tensor_cores and dtype in HALF_PRECISION)
+
+
 def _decomposed(node: Node, capabilities: Capabilities) -> Node | None:
-    """Products of matrices, of a part of the queries at a time; None for few queries."""
+    """Products of matrices, of a part of the queries at a time; None where a kernel is better."""
     query, pages, table, positions = node.inputs
     rows, length, heads, _ = query.shape
-    if length <= MOST_QUERIES:
+    if length <= MOST_QUERIES or reads_pages(query.dtype, capabilities):
         return None
     reach = table.shape[1] * pages.shape[3]
     most = max(MOST_QUERIES, _SCORES // (rows * heads * reach))

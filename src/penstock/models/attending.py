@@ -111,9 +111,11 @@ class PagedAttention(Attention):
         own = arange(length, dtype=int32, device=starts.device)
         positions = reshape(starts, (rows, 1)) + own
         inside = own < reshape(counts, (rows, 1))
-        # Rows of padding stay inside of tables; what they compute is not used.
+        # Padding is at the last position of its sequence, so that it reads nothing that is not written, and
+        # stays inside of tables; what it computes is not used.
         reach = table.shape[1] * caches[0].shape[3]
-        positions = minimum(maximum(positions, 0), min(context, reach) - 1)
+        last = reshape(starts + counts - 1, (rows, 1))
+        positions = minimum(maximum(minimum(positions, last), 0), min(context, reach) - 1)
         super().__init__(positions, maximum(reshape(firsts, (rows, 1)), positions + 1))
         self._caches, self._table, self._fresh = caches, table, fresh
         self._inside = inside

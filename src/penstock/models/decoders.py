@@ -1,8 +1,8 @@
 """Decoders: the pages of keys and values of all sequences, and the programs that extend them.
 
 There is a program for each bucket of sequences, of new tokens and of pages that are attended to, not for each
-length. The last tokens and the lengths of sequences are on the device: a step needs nothing of the step
-before it from the host, and gives it token ids.
+length: see `programs`. The last tokens and the lengths of sequences are on the device: a step needs nothing
+of the step before it from the host, and gives it token ids.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.graph.dtypes import DType
+from penstock.graph.paged_attention import reads_pages
 from penstock.models.attending import PagedAttention
-from penstock.models.sampling import Needs, Sampling, needs_of, numbers_of, sample
+from penstock.models.programs import Bucket, Programs, bucket, covering
+from penstock.models.sampling import Drawn, Needs, Sampling, needs_of, numbers_of, sample
 from penstock.models.sequences import TokenSequence
 from penstock.nn.module import evaluating
 from penstock.runtime import Device
@@ -26,7 +28,7 @@ from penstock.tensor.arithmetic import maximum, minimum, where
 from penstock.tensor.assigning import with_rows
 from penstock.tensor.core import Tensor, from_numpy, resolve
 from penstock.tensor.creation import arange, ones, zeros
-from penstock.tensor.dtypes import bool_, int32
+from penstock.tensor.dtypes import bool_, float32, int32, uint32
 from penstock.tensor.gathering import zeros_gathered
 from penstock.tensor.indexing import looked_up
 from penstock.tensor.jit import jit
@@ -38,17 +40,10 @@ if TYPE_CHECKING:
 
 PAGE = 16  # positions of a page
 _SHORTEST = 16  # the smallest bucket of new tokens
-# The smallest tables of pages. Those of prompts that continue are small, since all of their pages are read;
-# for others, a wide table costs nothing but its own memory. Larger tables are powers of 4 of these.
+# The smallest tables of pages. Those of prompts that continue are small where all of their pages are read;
+# otherwise, a wide table costs nothing but its own memory. Larger tables are powers of 4 of these.
 _TIGHT, _WIDE = 4, 128
-
-
-def bucket(number: int, least: int, most: int, factor: int = 2) -> int:
-    """The smallest power of `factor` times `least` that is not below a number, but at most `most`."""
-    size = least
-    while size < number:
-        size *= factor
-    return min(size, most)
+_COVERED = 512  # pages of a sequence up to which an engine has programs from the beginning
 
 
 def pages_of(positions: int) -> int:
@@ -62,6 +57,8 @@ class Step(NamedTuple):
     rows: Sequence[TokenSequence | None]
     ids: Future[npt.NDArray[Any]]
     logprobs: Future[npt.NDArray[Any]] | None
+    top_ids: Future[npt.NDArray[Any]] | None
+    top_logprobs: Future[npt.NDArray[Any]] | None
 
 
 class Decoder:
@@ -75,13 +72,17 @@ class Decoder:
         self._shapes = model.cache_shapes
         # Up to so many positions, keys are those of every sequence with the same tokens.
         self.steady = min((shape.steady or model.context for shape in self._shapes), default=0)
+        # Whether prompts read of their pages what they attend to alone; on CPUs, also when they start.
+        self._wide = reads_pages(weight.dtype, self.device.capabilities)
+        self._from_pages = self._wide and self.device.capabilities.vector_width > 1
         self._caches = [self._empty((1,), weight.dtype) for _ in self._shapes]
         self._state = self._empty((slots, 2), int32)  # of each slot: its last token, and the positions before
         self._seen = self._empty((1,), bool_)  # for each slot and token whether it occurs, if anybody asks
-        self._batch: list[TokenSequence] = []  # the sequences of the last step, and their settings
+        self._batch: list[TokenSequence] | None = None  # the sequences of the last step, and their settings
         self._numbers, self._seeds, self._needs = self._state, self._state, Needs()
         self._pages_of_slots = np.zeros((slots, pages_of(model.context)), np.int32)
-        self._programs: dict[tuple[Any, ...], Any] = {}
+        self.programs = Programs(self._program, self._capture)
+        self._see = _jitted(self._see_row)
         self._last: dict[str, tuple[npt.NDArray[Any], Tensor]] = {}  # what was uploaded for the last tokens
 
     @property
@@ -108,7 +109,7 @@ class Decoder:
         """Give the memory of the pages back; the programs stay."""
         for tensor in (*self._caches, self._seen):
             tensor._become(self._empty((1,), tensor.dtype)._node)
-        self._batch = []
+        self._batch = None
         self._last.clear()
 
     # Steps
@@ -118,11 +119,15 @@ class Decoder:
         self._pages_of_slots[sequence.slot, : len(sequence.pages)] = sequence.pages
         if sequence.setting.repetition_penalty == 1:
             return
-        if self._seen.size == 1:
-            self._seen._become(self._empty((self.slots * self._vocab_size,), bool_)._node)
+        self._have_seen()
         row = np.zeros((1, self._vocab_size), np.bool_)
         row[0, sequence.ids] = True
-        self._run(("seen",), self._see_row, np.array([sequence.slot], np.int32), row)
+        self._run(self._see, np.array([sequence.slot], np.int32), row)
+
+    def _have_seen(self) -> None:
+        """Have memory for the tokens of all slots."""
+        if self._seen.size == 1:
+            self._seen._become(self._empty((self.slots * self._vocab_size,), bool_)._node)
 
     def add_page(self, sequence: TokenSequence, page: int) -> None:
         """Give a sequence a further page."""
@@ -133,10 +138,14 @@ class Decoder:
         """Take the next tokens of prompts, so many of each; the next token of those that are complete."""
         longest = max(count for _, count in parts)
         length = bucket(longest, min(_SHORTEST, self.context), self.context)
+        sequences = [sequence for sequence, _ in parts]
+        fresh = not self._from_pages and not any(sequence.computed for sequence in sequences)
+        width = self._width(sequences, _WIDE if fresh or self._wide else _TIGHT)
         rows = bucket(len(parts), 1, self.slots)
-        ids, control = np.zeros((rows, length), np.int32), np.zeros((rows, 5), np.int32)
-        control[:, 0] = -1
-        complete: list[TokenSequence | None] = [None] * rows
+        wanted = Bucket(rows, length, width, fresh, self._needs_of(sequences))
+        taken, program = self.programs.take(wanted)
+        ids, control, table = self._arrays(taken)
+        complete: list[TokenSequence | None] = [None] * taken.rows
         for row, (sequence, count) in enumerate(parts):
             start = sequence.computed
             first = sequence.origin + start
@@ -144,44 +153,47 @@ class Decoder:
             ends = start + count == sequence.target
             control[row] = sequence.slot, start, count, sequence.first, ends
             complete[row] = sequence if ends else None
-        sequences = [sequence for sequence, _ in parts]
-        fresh = not control[:, 1].any()
-        table = self._tables(sequences, rows, _WIDE if fresh else _TIGHT)
-        needs = self._set_sampling(sequences, rows)
-        result = self._run(
-            ("prompts", rows, length, table.shape),
-            self._take_prompts,
-            ids,
-            control,
-            table,
-            fresh=fresh,
-            needs=needs,
-        )
-        return self._step(complete, result)
+        self._fill(table, sequences)
+        sampling = self._sampling(sequences, taken.rows)
+        return self._step(complete, self._run(program, ids, control, table, *sampling))
 
     def tokens(self, sequences: list[TokenSequence]) -> Step:
         """Append the token of the last step to each of these sequences; the next token of each."""
         rows = bucket(len(sequences), 1, self.slots)
-        table = self._tables(sequences, rows, _WIDE)
-        needs = self._set_sampling(sequences, rows)
-        slots = np.full(rows, -1, np.int32)
+        width = self._width(sequences, _WIDE)
+        taken, program = self.programs.take(Bucket(rows, 0, width, False, self._needs_of(sequences)))
+        slots, table = self._arrays(taken)
         slots[: len(sequences)] = [sequence.slot for sequence in sequences]
+        self._fill(table, sequences)
         given = self._kept("slots", slots), self._kept("table", table)
-        result = self._run(("tokens", rows, table.shape), self._take_token, *given, needs=needs)
-        return self._step([*sequences, *[None] * (rows - len(sequences))], result)
+        result = self._run(program, *given, *self._sampling(sequences, taken.rows))
+        return self._step([*sequences, *[None] * (taken.rows - len(sequences))], result)
 
-    def _tables(self, sequences: Sequence[TokenSequence], rows: int, least: int) -> npt.NDArray[np.int32]:
-        """The pages of each row; those that it does not have are never attended to."""
+    def _arrays(self, taken: Bucket) -> tuple[npt.NDArray[np.int32], ...]:
+        """What a step is given, before it has any sequence."""
+        table = np.zeros((taken.rows, taken.width), np.int32)
+        if not taken.length:
+            return np.full(taken.rows, -1, np.int32), table
+        control = np.zeros((taken.rows, 5), np.int32)
+        control[:, 0] = -1
+        return np.zeros((taken.rows, taken.length), np.int32), control, table
+
+    def _width(self, sequences: Sequence[TokenSequence], least: int) -> int:
+        """The bucket of pages of these sequences."""
         most = self._pages_of_slots.shape[1]
         longest = max(len(sequence.pages) for sequence in sequences)
-        width = bucket(longest, min(least, most), most, factor=4)
-        table = np.zeros((rows, width), np.int32)
-        slots = [sequence.slot for sequence in sequences]
-        table[: len(slots)] = self._pages_of_slots[slots, :width]
-        return table
+        return bucket(longest, min(least, most), most, factor=4)
 
-    def _set_sampling(self, sequences: list[TokenSequence], rows: int) -> Needs:
-        """Have the settings of these sequences on the device."""
+    def _fill(self, table: npt.NDArray[np.int32], sequences: Sequence[TokenSequence]) -> None:
+        """Note the pages of each row; those that it does not have are never attended to."""
+        slots = [sequence.slot for sequence in sequences]
+        table[: len(slots)] = self._pages_of_slots[slots, : table.shape[1]]
+
+    def _needs_of(self, sequences: list[TokenSequence]) -> Needs:
+        return self._needs if sequences == self._batch else needs_of([each.setting for each in sequences])
+
+    def _sampling(self, sequences: list[TokenSequence], rows: int) -> tuple[Tensor, Tensor]:
+        """The settings and seeds of these sequences on the device."""
         if sequences != self._batch or self._seeds.shape[0] != rows:
             settings = [sequence.setting for sequence in sequences]
             more = rows - len(settings)
@@ -190,7 +202,7 @@ class Decoder:
             seeds = [*(sequence.seed for sequence in sequences), *[np.zeros(2, np.uint32)] * more]
             self._seeds = from_numpy(np.stack(seeds), self.device)
             self._batch = list(sequences)
-        return self._needs
+        return self._numbers, self._seeds
 
     def _kept(self, name: str, array: npt.NDArray[Any]) -> Tensor:
         """An array on the device, where it already is if it did not change since the last step."""
@@ -199,18 +211,39 @@ class Decoder:
             last = self._last[name] = (array, from_numpy(array, self.device))
         return last[1]
 
-    def _run(self, key: tuple[Any, ...], method: Callable[..., Any], *arrays: Any, **fixed: Any) -> Any:
-        if key not in self._programs:
-            self._programs[key] = _jitted(method)
+    def _run(self, program: Any, *arrays: Any) -> Any:
         given = [array if isinstance(array, Tensor) else from_numpy(array, self.device) for array in arrays]
-        if "needs" in fixed:
-            given += [self._numbers, self._seeds]
         with no_grad(), evaluating():
-            return self._programs[key](*given, **fixed)
+            return program(*given)
 
-    def _step(self, rows: list[TokenSequence | None], result: tuple[Tensor, Tensor | None]) -> Step:
-        ids, logprobs = result
-        return Step(rows, ids.numpy_async(), None if logprobs is None else logprobs.numpy_async())
+    def _step(self, rows: list[TokenSequence | None], drawn: Drawn) -> Step:
+        others = (None if part is None else part.numpy_async() for part in drawn[1:])
+        return Step(rows, drawn.ids.numpy_async(), *others)
+
+    # Programs
+
+    def covering(self, tokens: int) -> list[Bucket]:
+        """The buckets whose programs can take all steps of up to so many tokens of prompts."""
+        width = min(self._pages_of_slots.shape[1], _COVERED)
+        return list(covering(self.slots, self.context, tokens, _SHORTEST, width))
+
+    def cover(self, chosen: Bucket) -> None:
+        """Build a program that may take the steps of others, and run it for no sequence."""
+        self._have_seen()
+        sampling = self._sampling([], chosen.rows)
+        self._run(self.programs.cover(chosen), *self._arrays(chosen), *sampling).ids.numpy()
+
+    def _program(self, chosen: Bucket) -> Any:
+        if chosen.length:
+            return _jitted(self._take_prompts, fresh=chosen.fresh, needs=chosen.needs)
+        return _jitted(self._take_token, needs=chosen.needs)
+
+    def _capture(self, program: Any, chosen: Bucket) -> None:
+        """Build a program without running it, in any thread."""
+        given = [self._empty(array.shape, int32) for array in self._arrays(chosen)]
+        numbers = self._empty(numbers_of([Sampling()] * chosen.rows).shape, float32)
+        with no_grad(), evaluating():
+            program.prepare(*given, numbers, self._empty((chosen.rows, 2), uint32))
 
     # What the programs compute
 
@@ -224,7 +257,7 @@ class Decoder:
         *,
         fresh: bool,
         needs: Needs,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Drawn:
         """A part of the prompts; sequences whose prompt it completes get a token."""
         slots, starts, counts, firsts, ends = (control[:, k] for k in range(5))
         rows, length = ids.shape
@@ -237,7 +270,7 @@ class Decoder:
 
     def _take_token(
         self, slots: Tensor, table: Tensor, numbers: Tensor, seeds: Tensor, *, needs: Needs
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Drawn:
         """The token of the last step, in the slots that are given."""
         rows = slots.shape[0]
         inside = reshape(slots >= 0, (rows, 1))
@@ -253,18 +286,19 @@ class Decoder:
 
     def _chosen(
         self, features: Tensor, slots: Tensor, lengths: Tensor, numbers: Tensor, seeds: Tensor, needs: Needs
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Drawn:
         """Draw the next tokens, and note them for the slots that are not -1."""
         logits = self._network.logits(features)
         seen = None
         if needs.penalizes:
             seen = looked_up(reshape(self._seen, (self.slots, self._vocab_size)), maximum(slots, 0))
-        ids, logprobs = sample(logits, numbers, seeds, lengths, seen, needs)
+        drawn = sample(logits, numbers, seeds, lengths, seen, needs)
+        ids = drawn.ids
         if needs.penalizes:
             index = where(slots >= 0, slots * self._vocab_size + ids, -1)
             self._seen._rebind(with_rows(self._seen, index, ones(ids.shape, dtype=bool_, device=ids.device)))
         self._state._rebind(with_rows(self._state, slots, stack([ids, lengths], axis=1)))
-        return ids, logprobs
+        return drawn
 
     def _see_row(self, slot: Tensor, row: Tensor) -> None:
         """Note all tokens of a sequence."""
@@ -284,11 +318,11 @@ def most_pages(model: LanguageModel) -> int:
     return ((1 << 30) - 1) // items
 
 
-def _jitted(method: Callable[..., Any]) -> Any:
+def _jitted(method: Callable[..., Any], **fixed: Any) -> Any:
     """A jitted method that does not keep its object, which holds it, alive."""
     reference = weakref.WeakMethod(method)
 
-    def run(*args: Any, **fixed: Any) -> Any:
+    def run(*args: Any) -> Any:
         bound = reference()
         assert bound is not None
         return bound(*args, **fixed)

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from penstock.config import parse_bytes
-from penstock.errors import EngineClosed, PenstockWarning, QueueFull
+from penstock.errors import EngineClosed, PenstockError, PenstockWarning, QueueFull
 from penstock.formatting import format_bytes
 from penstock.models.decoders import PAGE, Decoder, most_pages, page_bytes, pages_of
 from penstock.models.generation import Prompt, prompt_ids, wanted_of
+from penstock.models.programs import Bucket
 from penstock.models.scheduling import Scheduler
 from penstock.models.sequences import Completion, Piece, TokenSequence
 from penstock.tensor.core import resolve
@@ -47,6 +48,7 @@ class EngineStats:
     generated_tokens: int
     prefix_tokens: int
     steps: int
+    programs: int
 
 
 class Request:
@@ -158,6 +160,8 @@ class Engine:
         self._requests: dict[TokenSequence, Request] = {}  # those that are open
         self._arrived: deque[Request] = deque()
         self._cancelled: deque[Request] = deque()
+        self._to_prepare: deque[Bucket] = deque()
+        self._all_to_prepare = 0
         self._submitted = self._finished = self._cancellations = 0
         self._closing = False
         self._failure: Exception | None = None
@@ -241,7 +245,27 @@ class Engine:
                 generated_tokens=counts.generated_tokens,
                 prefix_tokens=counts.prefix_tokens,
                 steps=counts.steps,
+                programs=len(self._decoder.programs),
             )
+
+    def prepare(self) -> None:
+        """Build programs that can take any step, and from then on all others in the background.
+
+        So no request waits for a compiler for long. It returns at once; `preparing` says how far it is.
+        Requests are taken meanwhile. On a device without a compiler, there is nothing to prepare.
+        """
+        device = self._decoder.device
+        if device.capabilities.compiles and device.dispatcher is None:
+            with self._changed:
+                self._to_prepare.extend(self._decoder.covering(self._scheduler.most_tokens))
+                self._all_to_prepare = len(self._to_prepare)
+                self._changed.notify_all()
+
+    @property
+    def preparing(self) -> tuple[int, int]:
+        """How many of the programs that `prepare` builds there are, and how many there will be."""
+        with self._changed:
+            return self._all_to_prepare - len(self._to_prepare), self._all_to_prepare
 
     @property
     def context(self) -> int:
@@ -274,7 +298,10 @@ class Engine:
         error: Exception = EngineClosed("the engine was closed before the request was complete")
         try:
             while self._take_news():
-                self._scheduler.advance()
+                if self._to_prepare:
+                    self._prepare_next()
+                if self._scheduler.busy:
+                    self._scheduler.advance()
         except Exception as failure:  # whatever it is, nobody should wait for ever
             error = failure
         with self._changed:
@@ -282,15 +309,30 @@ class Engine:
             self._failure = None if isinstance(error, EngineClosed) else error
             open_requests = list(self._requests.values())
             self._requests.clear()
+        self._decoder.programs.close()
         self._decoder.release()
         for request in open_requests:
             request._fail(error)
+
+    def _prepare_next(self) -> None:
+        try:
+            self._decoder.cover(self._to_prepare[0])
+        except PenstockError as error:  # of memory, perhaps: programs are built when they are needed, then
+            warnings.warn(f"a program cannot be built ahead: {error}", PenstockWarning, stacklevel=2)
+        with self._changed:
+            self._to_prepare.popleft()
 
     def _take_news(self) -> bool:
         """Wait until there is something to do, and take requests in; False: the engine is closing."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closing or self._arrived or self._cancelled or self._scheduler.busy
+                lambda: (
+                    self._closing
+                    or self._arrived
+                    or self._cancelled
+                    or self._to_prepare
+                    or self._scheduler.busy
+                )
             )
             if self._closing:
                 return False

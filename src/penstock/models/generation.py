@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.models.decoders import Decoders, bucket, most_pages, pages_of
+from penstock.models.decoders import Decoders, most_pages, pages_of
+from penstock.models.programs import bucket
 from penstock.models.sampling import Sampling
 from penstock.models.scheduling import Scheduler
 from penstock.models.sequences import Completion, Piece, TokenSequence, Wanted

@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +22,13 @@ from penstock.tensor.core import Tensor
 from penstock.tensor.creation import arange
 from penstock.tensor.dtypes import float32, int32, uint32
 from penstock.tensor.manipulation import astype, reshape, take_along_axis
-from penstock.tensor.ordering import logsumexp
+from penstock.tensor.ordering import logsumexp, topk
 from penstock.tensor.reduction import argmax, cumulative_sum
 from penstock.tensor.reduction import max as max_
 from penstock.tensor.reduction import sum as sum_
 from penstock.tensor.searching import sort
 
+MOST_TOP = 20  # likeliest tokens whose log-probabilities can be asked for, as in OpenAI's interface
 _ALL = 1 << 30  # top_k of those that have none
 
 
@@ -37,7 +39,8 @@ class Sampling:
     `temperature`: 0 always takes the likeliest token. `top_k`, `top_p`, `min_p`: only so many of the
     likeliest tokens, the fewest with this total probability, those with at least this share of the highest
     probability. `repetition_penalty`: more than 1 makes tokens less likely that are in the prompt or were
-    drawn. `logprobs`: also give the logarithm of each token's probability, before any of these.
+    drawn. `logprobs`: also give the logarithm of each token's probability, before any of these;
+    `top_logprobs`: and those of so many of the likeliest tokens.
     """
 
     temperature: float = 1.0
@@ -46,6 +49,7 @@ class Sampling:
     min_p: float | None = None
     repetition_penalty: float = 1.0
     logprobs: bool = False
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
@@ -58,16 +62,31 @@ class Sampling:
             raise ValueError(f"min_p is in [0, 1], and {self.min_p} was given")
         if not self.repetition_penalty > 0:
             raise ValueError(f"a repetition_penalty is more than 0, and {self.repetition_penalty} was given")
+        if not 0 <= self.top_logprobs <= MOST_TOP:
+            raise ValueError(f"top_logprobs is 0 to {MOST_TOP}, and {self.top_logprobs} was given")
 
 
-@dataclass(frozen=True)
-class Needs:
+class Needs(NamedTuple):
     """What a batch needs to be computed; the rest is left out of its program."""
 
     draws: bool = False
     sorts: bool = False
     penalizes: bool = False
     logprobs: bool = False
+    top: bool = False  # log-probabilities of the likeliest tokens
+
+    def cover(self, other: Needs) -> bool:
+        """Whether a program with these gives what the other needs."""
+        return all(own >= theirs for own, theirs in zip(self, other, strict=True))
+
+
+class Drawn(NamedTuple):
+    """A token for each row, with what else was asked for; the likeliest tokens come first."""
+
+    ids: Tensor
+    logprobs: Tensor | None = None
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
 
 
 def needs_of(settings: Sequence[Sampling]) -> Needs:
@@ -78,6 +97,7 @@ def needs_of(settings: Sequence[Sampling]) -> Needs:
         sorts=any(setting.top_k or (setting.top_p or 1.0) < 1 for setting in drawing),
         penalizes=any(setting.repetition_penalty != 1 for setting in settings),
         logprobs=any(setting.logprobs for setting in settings),
+        top=any(setting.top_logprobs for setting in settings),
     )
 
 
@@ -109,8 +129,8 @@ def sample(
     positions: Tensor,
     seen: Tensor | None,
     needs: Needs,
-) -> tuple[Tensor, Tensor | None]:
-    """A token for each row of logits, and the logarithm of its probability if `needs` says so.
+) -> Drawn:
+    """A token for each row of logits, and what else `needs` says.
 
     `numbers` are those of `numbers_of`, `seeds` two words for each row, `positions` those of the tokens, and
     `seen` says which tokens are in each sequence.
@@ -130,10 +150,15 @@ def sample(
         drawn = where(kept, scaled + _gumbel(seeds, positions, logits.shape[1]), -math.inf)
         values = where(temperature > 0, drawn, values)
     ids = astype(argmax(values, axis=-1), int32)
-    if not needs.logprobs:
-        return ids, None
+    if not (needs.logprobs or needs.top):
+        return Drawn(ids)
+    total = logsumexp(given, axis=-1, keepdims=True)
     chosen = take_along_axis(given, reshape(ids, (rows, 1)), axis=-1)
-    return ids, reshape(chosen, (rows,)) - logsumexp(given, axis=-1)
+    logprobs = reshape(chosen - total, (rows,))
+    if not needs.top:
+        return Drawn(ids, logprobs)
+    top = topk(given, min(MOST_TOP, given.shape[1]))
+    return Drawn(ids, logprobs, astype(top.indices, int32), top.values - total)
 
 
 def _threshold(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -10,12 +10,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.models.decoders import PAGE, Decoder, Step, bucket, pages_of
+from penstock.models.decoders import PAGE, Decoder, Step, pages_of
 from penstock.models.paging import Pages
+from penstock.models.programs import bucket
 from penstock.models.sequences import Piece, TokenSequence
 
-# Tokens that a step takes at most of a prompt, and of all prompts with padding: on a GPU, and elsewhere.
-CHUNK, CPU_CHUNK = 2048, 512
+CHUNK, CPU_CHUNK = 2048, 512  # tokens of a step of prompts: on a GPU, and elsewhere
 
 
 @dataclass
@@ -49,6 +49,8 @@ class Scheduler:
         self._arrivals = 0
         self._prompts_first = prompts_first
         self._prompts_last = False  # whether the last step took prompts
+        # Tokens that a step takes at most of a prompt, and of all prompts with padding.
+        self.most_tokens = CHUNK if decoder.device.capabilities.kind == "gpu" else min(CHUNK, CPU_CHUNK)
 
     @property
     def busy(self) -> bool:
@@ -149,8 +151,7 @@ class Scheduler:
     def _take_prompts(self, prompts: list[TokenSequence]) -> Step:
         """A step with the next part of one prompt or several."""
         parts: list[tuple[TokenSequence, int]] = []
-        most = CHUNK if self.decoder.device.capabilities.kind == "gpu" else min(CHUNK, CPU_CHUNK)
-        longest = 0
+        longest, most = 0, self.most_tokens
         for sequence in prompts:
             count = min(sequence.target - sequence.computed, most)
             longest = max(longest, count)
@@ -198,10 +199,15 @@ class Scheduler:
         """Wait for the tokens of a step, and give them to their sequences."""
         ids = step.ids.wait().tolist()
         logprobs = None if step.logprobs is None else step.logprobs.wait().tolist()
+        top = None
+        if step.top_ids is not None and step.top_logprobs is not None:
+            top = step.top_ids.wait().tolist(), step.top_logprobs.wait().tolist()
         for row, sequence in enumerate(step.rows):
             if sequence is None or sequence.finish_reason:
                 continue
-            piece = sequence.push(ids[row], None if logprobs is None else logprobs[row])
+            logprob = None if logprobs is None else logprobs[row]
+            likeliest = [] if top is None else list(zip(top[0][row], top[1][row], strict=True))
+            piece = sequence.push(ids[row], logprob, likeliest)
             self.counts.generated_tokens += 1
             self._publish(sequence)
             if sequence.finish_reason:

@@ -22,6 +22,7 @@ class Piece:
     text: str
     logprob: float | None = None
     finish_reason: str | None = None  # of the last piece: see `Completion`
+    top_logprobs: Sequence[tuple[int, float]] = ()  # of the likeliest tokens, if asked for
 
 
 @dataclass
@@ -30,13 +31,14 @@ class Completion:
 
     `finish_reason`: "stop" if it ended with a stop token or string, "length" if it has as many tokens as were
     asked for, "cancelled" if it was. A stop token is the last of the ids, and the text ends before a stop
-    string.
+    string. `top_logprobs` has, for each token, ids of the likeliest with their log-probabilities.
     """
 
     ids: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str = "length"
+    top_logprobs: list[Sequence[tuple[int, float]]] = field(default_factory=list)
 
     def add(self, piece: Piece) -> None:
         """Append a piece."""
@@ -45,6 +47,8 @@ class Completion:
         self.text += piece.text
         if piece.logprob is not None:
             self.logprobs.append(piece.logprob)
+        if piece.top_logprobs:
+            self.top_logprobs.append(piece.top_logprobs)
         if piece.finish_reason is not None:
             self.finish_reason = piece.finish_reason
 
@@ -100,8 +104,8 @@ class TokenSequence:
             self._digests = digests(self.tokens, size, self._digests)
         return self._digests
 
-    def push(self, token: int, logprob: float | None) -> Piece:
-        """The piece of a further token."""
+    def push(self, token: int, logprob: float | None = None, top: Sequence[tuple[int, float]] = ()) -> Piece:
+        """The piece of a further token, given what was computed for it; it has what was asked for."""
         self.ids.append(token)
         text = self._held
         if token in self._stop_tokens:
@@ -117,7 +121,9 @@ class TokenSequence:
             text, self.finish_reason = text[: min(ends)], "stop"
         self._held = "" if self.finish_reason else _beginning(text, self._stop)
         shown = text[: len(text) - len(self._held)]
-        return Piece(self.index, token, shown, logprob if self.setting.logprobs else None, self.finish_reason)
+        asked = self.setting
+        logprob = logprob if asked.logprobs else None
+        return Piece(self.index, token, shown, logprob, self.finish_reason, tuple(top[: asked.top_logprobs]))
 
 
 def _beginning(text: str, stop: Sequence[str]) -> str:

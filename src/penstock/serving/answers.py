@@ -13,6 +13,7 @@ from penstock.serving.generation import Generation
 from penstock.serving.parameters import Asked
 
 DONE = "data: [DONE]\n\n"
+ALIVE = ": waiting\n\n"  # a comment, which clients skip
 
 
 class Shape(Protocol):
@@ -67,7 +68,7 @@ class Answer:
             for number, piece in arrived:
                 parts.setdefault(number, []).append(piece)
             events = [self._part(number, pieces, offsets) for number, pieces in parts.items()]
-            if text := "".join(events):
+            if text := "".join(events) if arrived else ALIVE:
                 yield text
         if self._asked.parameters.include_usage:
             yield self._chunk([], self._usage())

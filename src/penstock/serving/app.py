@@ -63,6 +63,9 @@ class _Simple:
 
     async def health(self, request: Request) -> Response:
         self._service.check()
+        built, programs = self._service.engine.preparing
+        if built < programs:
+            return json_response({"status": "starting", "programs": {"built": built, "all": programs}}, 503)
         return json_response({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:

@@ -6,6 +6,7 @@ from typing import Any
 
 from penstock.errors import PenstockError
 from penstock.models import LanguageModel, Piece, TextTokenizer
+from penstock.models.sampling import MOST_TOP
 from penstock.serving.errors import refused
 from penstock.serving.fields import Fields
 from penstock.serving.parameters import Asked, Target, parameters_of, tokens_left
@@ -45,14 +46,14 @@ def asked(target: Target, body: Any) -> Asked:
     fields = Fields(body)
     messages = _messages(fields)
     logprobs = fields.boolean("logprobs")
-    fields.only(
-        "top_logprobs", (0,), "there are log-probabilities of the tokens that were drawn, by logprobs"
-    )
+    top_logprobs = fields.integer("top_logprobs", 0, MOST_TOP)
+    if top_logprobs and not logprobs:
+        raise refused("top_logprobs are given with logprobs, which is not true", "top_logprobs")
     for key, harmless in _UNSUPPORTED.items():
         fields.only(key, harmless)
     for key in ("safety_identifier", "prompt_cache_key"):  # which change no answer, as `user`
         fields.text(key)
-    parameters = parameters_of(fields, target.name, logprobs)
+    parameters = parameters_of(fields, target.name, logprobs, top_logprobs or 0)
     fields.nothing_else()
     tokenizer = target.model.tokenizer
     if not has_chat(target.model):
@@ -99,11 +100,15 @@ class Messages:
         return {"content": [self._token(piece) for piece in pieces], "refusal": None}
 
     def _token(self, piece: Piece) -> dict[str, Any]:
+        likeliest = [self._with_logprob(*pair) for pair in piece.top_logprobs]
+        return {**self._with_logprob(piece.id, piece.logprob), "top_logprobs": likeliest}
+
+    def _with_logprob(self, token: int, logprob: float | None) -> dict[str, Any]:
         assert self._tokenizer is not None
-        text = self._tokenizer.decode([piece.id])
+        text = self._tokenizer.decode([token])
         # A token may be a part of a character: then its bytes are not told.
         content = None if "\ufffd" in text else list(text.encode())
-        return {"token": text, "logprob": piece.logprob, "bytes": content, "top_logprobs": []}
+        return {"token": text, "logprob": logprob, "bytes": content}
 
 
 def _messages(fields: Fields) -> list[dict[str, str]]:

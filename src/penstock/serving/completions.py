@@ -10,6 +10,7 @@ from penstock.serving.errors import refused
 from penstock.serving.fields import Fields, is_integer
 from penstock.serving.parameters import Asked, Target, parameters_of, tokens_left
 
+_MOST_LOGPROBS = 5  # as OpenAI's
 _USUAL_TOKENS = 16  # OpenAI's default
 _KINDS = "a string, a list of strings, a list of token ids, or a list of such lists"
 
@@ -18,16 +19,10 @@ def asked(target: Target, body: Any) -> Asked:
     """What the body of a request asks for."""
     fields = Fields(body)
     prompts = _prompts(target.model, fields)
-    logprobs = fields.integer("logprobs", 0, 5)
-    if logprobs:
-        raise refused(
-            f"logprobs is 0, for those of the tokens that were drawn; {logprobs} others were asked for",
-            "logprobs",
-            "unsupported",
-        )
+    logprobs = fields.integer("logprobs", 0, _MOST_LOGPROBS)
     fields.only("echo", (False,))
     fields.only("suffix", ("",))
-    parameters = parameters_of(fields, target.name, logprobs is not None)
+    parameters = parameters_of(fields, target.name, logprobs is not None, logprobs or 0)
     fields.only("best_of", (parameters.n,), "it can only be equal to n")
     fields.nothing_else()
     lengths = [
@@ -66,9 +61,17 @@ class Texts:
         return {
             "tokens": [self._tokenizer.decode([piece.id]) for piece in pieces],
             "token_logprobs": [piece.logprob for piece in pieces],
-            "top_logprobs": None,
+            "top_logprobs": [self._likeliest(piece) for piece in pieces] if pieces[0].top_logprobs else None,
             "text_offset": offsets,
         }
+
+    def _likeliest(self, piece: Piece) -> dict[str, float | None]:
+        """By their texts, the likeliest tokens; the token itself is always among them."""
+        assert self._tokenizer is not None
+        result: dict[str, float | None] = {}
+        for token, logprob in (*piece.top_logprobs, (piece.id, piece.logprob)):
+            result.setdefault(self._tokenizer.decode([token]), logprob)
+        return result
 
 
 def _prompts(model: LanguageModel, fields: Fields) -> list[list[int]]:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from functools import partial
 
 from penstock.errors import EngineClosed, QueueFull
@@ -17,6 +18,8 @@ from penstock.serving.metrics import Metrics
 from penstock.serving.parameters import Asked
 
 _RETRY_SECONDS = 1  # after which a client may ask again when the queue was full
+
+_QUIET_SECONDS = 10.0  # after which a stream says that it is alive
 
 Arrived = tuple[int, Piece]  # the number of a choice, and a piece of it
 
@@ -47,10 +50,12 @@ class Generation:
             request.on_piece(partial(self._note, number))
 
     async def pieces(self) -> AsyncIterator[list[Arrived]]:
-        """The pieces, in lists of those that have come together."""
+        """The pieces, in lists of those that have come together; an empty list when none came for long."""
         left = self.count
         while left:
-            await self._event.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_QUIET_SECONDS):
+                    await self._event.wait()
             self._event.clear()
             if self._error is not None:
                 raise self._error

@@ -82,6 +82,7 @@ _GAUGES: Mapping[str, tuple[str, str]] = {
     "pages": ("pages", "Pages of keys and values."),
     "pages_used": ("pages_used", "Pages that sequences hold."),
     "page_bytes": ("page_bytes", "Bytes of a page."),
+    "programs": ("programs", "Programs that are built, or will be by a step that waits for them."),
 }
 _COUNTERS: Mapping[str, tuple[str, str]] = {
     "requests": ("sequences", "Sequences that were submitted."),

@@ -48,7 +48,7 @@ class Asked:
     parameters: Parameters
 
 
-def parameters_of(fields: Fields, name: str, logprobs: bool) -> Parameters:
+def parameters_of(fields: Fields, name: str, logprobs: bool, top_logprobs: int) -> Parameters:
     """Take the common keys; `name` is that of the model which is served."""
     _check_model(fields, name)
     stream = fields.boolean("stream")
@@ -60,6 +60,7 @@ def parameters_of(fields: Fields, name: str, logprobs: bool) -> Parameters:
         "repetition_penalty": fields.number("repetition_penalty", 0.01, 100),
         "stop": _stop(fields),
         "logprobs": logprobs,
+        "top_logprobs": top_logprobs,
     }
     for key in ("presence_penalty", "frequency_penalty"):
         fields.only(key, (0, 0.0), _PENALTIES)

@@ -7,18 +7,21 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from ipaddress import ip_address
 from types import FrameType
 
 import uvicorn
+from rich.console import Console
 
 from penstock.errors import SettingError
 from penstock.serving.app import application
 from penstock.serving.service import Service
+from penstock.terminal import phase
 
 _AFTER_GRACE = 5  # seconds to tell clients that their answers were cancelled
 _KEEP_ALIVE = 75  # seconds that an idle connection stays open
+_LOOK_SECONDS = 0.05  # between two looks at what the engine has built
 _SWITCH_SECONDS = 0.0005  # after which the engine's thread may run; by default, ten times as long
 
 
@@ -51,7 +54,8 @@ def url_of(listener: socket.socket) -> str:
 def run(service: Service, listener: socket.socket, grace: float, started: Callable[[], None]) -> None:
     """Answer requests until the process is told to end by SIGINT or SIGTERM.
 
-    Answers that are on their way have `grace` seconds then. A second signal ends the process at once.
+    `started` is called when the engine has built its programs; requests before that wait. Answers that are on
+    their way at the end have `grace` seconds. A second signal ends the process at once.
     """
     config = uvicorn.Config(
         application(service),
@@ -84,6 +88,19 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        self._starting = asyncio.create_task(self._until_ready())
+
+    async def _until_ready(self) -> None:
+        engine = self._service.engine
+        built, programs = engine.preparing
+        with (
+            phase(Console(stderr=True), "building programs", programs) if programs else nullcontext() as more
+        ):
+            while built < programs and engine.failure is None:
+                await asyncio.sleep(_LOOK_SECONDS)
+                before, built = built, engine.preparing[0]
+                if more is not None:
+                    more(built - before)
         self._started()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -96,8 +96,21 @@ class _Jitted:
                 return self._call(args, kwargs)
         return self._call(args, kwargs)
 
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """Have a program for arguments such as these, without running it; other threads go on meanwhile."""
+        self._capture_of(args, kwargs, [])
+
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors: list[Tensor] = []
+        captured, start = self._capture_of(args, kwargs, tensors)
+        if captured.device.stream.recorders:
+            return captured.recorded_replay(tensors, start)
+        return captured.replay(tensors)
+
+    def _capture_of(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> tuple[Captured, float]:
+        """The capture for a call, and when it started, or 0; the tensors of the arguments are appended."""
         key: tuple[Any, ...] = (
             recording(),
             _flattened(args, tensors),
@@ -116,9 +129,7 @@ class _Jitted:
                 if captured is None:
                     captured = self._capture(args, kwargs, tensors)
                     self._remember(key, captured)
-        if captured.device.stream.recorders:
-            return captured.recorded_replay(tensors, start)
-        return captured.replay(tensors)
+        return captured, start
 
     def schedules(self) -> list[Schedule]:
         """See the function of that name."""

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 
 from penstock.drivers.driver import Capabilities
 from penstock.graph.node import Node
+from penstock.graph.paged_attention import MOST_QUERIES
 from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.ir.expressions import HALF_PRECISION, Const, Expr, Type, Var
 from penstock.kernels.source import KernelSource, item_size
 from penstock.kernels.templates.launches import Launch, Lowering, Tasks, is_cpu
+from penstock.kernels.templates.paged_prompts import prompt_attention
 
 _LOWEST = -1e30  # below every score
 _MOST_HEADS = 8  # of queries that are computed together
@@ -66,6 +68,8 @@ class _Sizes:
 
 def paged_attention(node: Node, capabilities: Capabilities) -> Lowering:
     """The kernel of all splits, and the kernel that combines them if there are several."""
+    if node.inputs[0].shape[1] > MOST_QUERIES:
+        return prompt_attention(node, capabilities)
     sizes = _sizes(node, capabilities)
     build = _on_cpu if is_cpu(capabilities) else _on_gpu
     inputs = (1, 2, 3, 4)

@@ -1,0 +1,128 @@
+"""The programs of a decoder: one for each bucket of sizes, and which takes a step until its own is built.
+
+Building a program takes seconds where kernels are compiled, and all sequences would wait for it. So an engine
+first builds a few programs that cover all others: with more rows, longer prompts, and everything computed
+that a sequence may need. A step that needs another program is taken by the smallest that covers it, while a
+thread builds its own for the next time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from penstock.errors import PenstockError
+from penstock.lru import LRU
+from penstock.models.sampling import Needs
+
+_MOST = 128  # programs beside those that cover others; the least recently used is dropped
+
+
+def bucket(number: int, least: int, most: int, factor: int = 2) -> int:
+    """The smallest power of `factor` times `least` that is not below a number, but at most `most`."""
+    size = least
+    while size < number:
+        size *= factor
+    return min(size, most)
+
+
+class Bucket(NamedTuple):
+    """The sizes of a step."""
+
+    rows: int
+    length: int  # tokens of a prompt's part; 0: the token of the last step
+    width: int  # pages of a row of the table
+    fresh: bool  # all sequences start here
+    needs: Needs
+
+    def covers(self, other: Bucket) -> bool:
+        """Whether a step of the other bucket can be computed in this one."""
+        return (
+            self.rows >= other.rows
+            and bool(self.length) == bool(other.length)
+            and self.length >= other.length
+            and self.width >= other.width
+            and (other.fresh or not self.fresh)
+            and self.needs.cover(other.needs)
+        )
+
+    @property
+    def work(self) -> tuple[int, ...]:
+        """What decides which of several buckets costs the least."""
+        return self.rows * max(self.length, 1), sum(self.needs), self.width, not self.fresh
+
+
+def covering(slots: int, context: int, tokens: int, shortest: int, width: int) -> Iterator[Bucket]:
+    """Buckets that cover all others with up to so many pages, of steps of up to so many `tokens`."""
+    lengths = [min(shortest, context)]
+    while lengths[-1] < min(tokens, context):
+        lengths.append(bucket(lengths[-1] + 1, lengths[0], context))
+    shapes = [(slots, 0)]
+    rows = slots
+    for length in lengths:
+        rows = min(rows, bucket(max(tokens // length, 1) + 1, 1, slots * 2) // 2)
+        shapes = [shape for shape in shapes if shape[0] > rows or not shape[1]]
+        shapes.append((rows, length))
+    everything = Needs(*[True] * len(Needs._fields))
+    for rows, length in shapes:
+        yield Bucket(rows, length, width, False, everything)
+
+
+class Programs:
+    """Programs by their buckets."""
+
+    def __init__(self, make: Callable[[Bucket], Any], capture: Callable[[Any, Bucket], None]) -> None:
+        """`make` gives the program of a bucket, which is built when it is first called, or by `capture`."""
+        self._make, self._capture = make, capture
+        self._covering: dict[Bucket, Any] = {}
+        self._others = LRU[Bucket, Any](_MOST)
+        self._coming: set[Bucket] = set()  # which the thread builds, or could not build
+        self._thread: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._covering) + len(self._others)
+
+    def __iter__(self) -> Iterator[tuple[Bucket, Any]]:
+        yield from (*self._covering.items(), *self._others.items())
+
+    def cover(self, bucket: Bucket) -> Any:
+        """The program of a bucket that may take the steps of others, from now on."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "penstock programs")
+            return self._covering.setdefault(bucket, self._make(bucket))
+
+    def take(self, wanted: Bucket) -> tuple[Bucket, Any]:
+        """The bucket in which a step is computed, and its program."""
+        with self._lock:
+            program = self._covering.get(wanted) or self._others.use(wanted)
+            if program is not None:
+                return wanted, program
+            able = [item for item in self if item[0].covers(wanted)] if self._thread is not None else []
+            if not able:
+                program = self._others[wanted] = self._make(wanted)
+                return wanted, program
+            if wanted not in self._coming:
+                self._coming.add(wanted)
+                assert self._thread is not None
+                self._thread.submit(self._build, wanted)
+            return min(able, key=lambda item: item[0].work)
+
+    def _build(self, wanted: Bucket) -> None:
+        program = self._make(wanted)
+        with suppress(PenstockError):  # of memory, perhaps; others cover it, and no step fails
+            self._capture(program, wanted)
+            with self._lock:
+                self._others[wanted] = program
+                self._coming.discard(wanted)
+
+    def close(self) -> None:
+        """Build nothing more in the background."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.shutdown(cancel_futures=True)

@@ -1,0 +1,117 @@
+"""Programs of an engine that are built before requests come, and in the background while they run."""
+
+from __future__ import annotations
+
+import threading
+from itertools import product
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+from test_engine import built
+from test_generation import byte_level
+
+import penstock as ps
+from penstock.errors import DeviceError
+from penstock.models import Engine, TextTokenizer
+from penstock.models.decoders import Decoder
+from penstock.models.programs import Bucket, Programs, bucket, covering
+from penstock.models.sampling import Needs
+from penstock.serving import Service, Settings
+from penstock.serving.app import application
+
+EVERYTHING = Needs(*[True] * len(Needs._fields))
+
+
+@pytest.mark.parametrize(
+    ("slots", "context", "tokens"), [(64, 2048, 512), (64, 4096, 2048), (5, 100, 64), (1, 8, 32)]
+)
+def test_few_buckets_cover_every_step(slots: int, context: int, tokens: int) -> None:
+    shortest = min(16, context)
+    chosen = list(covering(slots, context, tokens, 16, 8))
+    assert len(chosen) <= 9
+    assert not any(a.covers(b) for a, b in product(chosen, chosen) if a is not b)
+    steps = [(rows, 0) for rows in range(1, slots + 1)]
+    for rows, length in product(range(1, slots + 1), range(1, min(tokens, context) + 1)):
+        if rows == 1 or bucket(rows, 1, slots) * bucket(length, 16, 1 << 30) <= tokens:
+            steps.append((rows, length))
+    for rows, length in steps:
+        of_step = (bucket(rows, 1, slots), bucket(length, shortest, context) if length else 0, 8)
+        for needs in (Needs(), Needs(draws=True), EVERYTHING):
+            assert any(each.covers(Bucket(*of_step, length > 0, needs)) for each in chosen), of_step
+
+
+def test_another_program_takes_a_step_until_its_own_is_built() -> None:
+    may_go, done = threading.Event(), threading.Event()
+
+    def capture(program: Any, chosen: Bucket) -> None:
+        may_go.wait()
+        if chosen.rows == 3:
+            raise DeviceError("no memory")
+
+    programs = Programs(lambda chosen: object(), capture)
+    small, large = Bucket(2, 0, 4, False, Needs()), Bucket(8, 0, 16, False, EVERYTHING)
+    assert programs.take(small)[0] == small, "without programs that cover others, each is built at once"
+    programs.cover(large)
+    wanted = small._replace(width=16)
+    failing = wanted._replace(rows=3)
+    for _ in range(2):
+        assert programs.take(wanted)[0] == large
+        assert programs.take(failing)[0] == large
+    assert programs.take(wanted._replace(length=16))[0].length == 16, "nothing covers prompts"
+    may_go.set()
+    assert programs._thread is not None
+    programs._thread.submit(done.set)
+    done.wait()
+    assert programs.take(wanted)[0] == wanted
+    assert programs.take(failing)[0] == large, "a step does not fail with what is built for later"
+    programs.close()
+
+
+def test_a_prepared_engine_gives_the_tokens_of_others() -> None:
+    device = ps.Device.over(_opencl())
+    model = built(device)
+    plain, drawn = {"temperature": 0}, {"temperature": 0.8, "seed": 4, "top_p": 0.9, "top_logprobs": 2}
+    with Engine(model, slots=4) as engine:
+        before = [engine.submit(list(range(1, n)), 6, **plain) for n in (3, 20, 40)]
+        before += [engine.submit(list(range(1, n)), 6, **drawn) for n in (3, 20, 40)]
+        wanted = [request.result() for request in before]
+    with Engine(model, slots=4) as engine:
+        engine.prepare()
+        requests = [engine.submit(list(range(1, n)), 6, **plain) for n in (3, 20, 40)]
+        requests += [engine.submit(list(range(1, n)), 6, **drawn) for n in (3, 20, 40)]
+        assert [request.result().ids for request in requests] == [each.ids for each in wanted]
+        while engine.preparing[0] < engine.preparing[1]:
+            assert engine.failure is None
+        pages = [id(cache._node.value) for cache in engine._decoder._caches]
+        again = [engine.submit(list(range(2, n)), 6, **drawn) for n in (5, 9, 39)]
+        assert all(len(request.result().top_logprobs) == 6 for request in again)
+        # A program that is built meanwhile must not keep steps from writing pages in place.
+        assert [id(cache._node.value) for cache in engine._decoder._caches] == pages
+        assert engine.stats().programs >= engine.preparing[1] == 2
+    device.close()
+
+
+def _opencl() -> Any:
+    from conftest import DRIVERS
+
+    return DRIVERS["opencl-device"]()
+
+
+def test_health_says_starting_until_programs_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    covered = threading.Semaphore(0)
+    monkeypatch.setattr(Decoder, "cover", lambda self, chosen: covered.acquire())
+    device = ps.Device.over(_opencl())
+    model = built(device, vocab_size=258)
+    model.tokenizer = TextTokenizer(byte_level())
+    with Engine(model, slots=2) as engine:
+        client = TestClient(application(Service(engine, model, Settings("tiny", local=False))))
+        assert client.get("/health").json() == {"status": "ok"}
+        engine.prepare()
+        answer = client.get("/health")
+        assert (answer.status_code, answer.json()["status"]) == (503, "starting")
+        assert answer.json()["programs"] == {"built": 0, "all": 2}
+        covered.release(2)
+        while client.get("/health").status_code != 200:
+            assert engine.failure is None
+    device.close()
