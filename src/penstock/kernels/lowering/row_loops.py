@@ -320,7 +320,7 @@ class RowLoops(LoopNest):
         return [node for node in nodes if node in reused and node.size >= whole]
 
     def _kept_dtype(self, node: Node) -> str:
-        """The dtype of a kept value: in half precision if it was read or rounded so, where two share a word."""
+        """The dtype of a kept value: half precision if it was read or rounded so, where two share a word."""
         narrow = self.gpu and self.lanes > 1 and (node in self.group.inputs or node.primitive is CAST)
         return str(node.dtype) if narrow and node.dtype in HALF_PRECISION else computed_dtype(node)
 
