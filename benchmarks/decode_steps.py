@@ -3,7 +3,7 @@
     penstock devices --rates card.toml                # on a machine that has it, or write the file by hand
     python benchmarks/decode_steps.py card.toml --model llama-1b --batch 1 32
 
-Turns are launches that wait for each other; those of a turn may run side by side in a graph.
+Turns wait for each other; kernels of one kind in a turn are a single launch, others may run side by side.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from typing import Any
 
 import penstock as ps
 from generate import SHAPES
+from penstock.compiler.launches import launch_parts
 from penstock.compiler.schedule import Schedule
 from penstock.execution.realize import executables
 from penstock.models import LanguageModel
 from penstock.models.decoders import PAGE, Decoder
 from penstock.models.sampling import Needs
 from penstock.nn.module import evaluating
+from penstock.nn.quantizing import BITS, replace_linear
 from penstock.tensor.jit_program import _Traced
 
 
@@ -37,6 +39,19 @@ def step_of(model: LanguageModel, batch: int, positions: int) -> Schedule:
         return executables(ps.default_device()).schedule(_Traced("step", tracing, outputs).structure)
 
 
+def empty_quantized(model: LanguageModel, bits: int) -> None:
+    """Replace the layers of a model like `ps.quantize`, which needs values."""
+
+    def layer(weight: ps.Tensor) -> ps.nn.QuantizedLinear:
+        outputs, inputs = weight.shape
+        made = ps.nn.QuantizedLinear(inputs, outputs, False, bits)
+        made.scales = made.scales.astype(weight.dtype)
+        return made
+
+    replace_linear(model, lambda linear: layer(linear.weight))
+    model._quantize_rest(layer)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("card")
@@ -44,17 +59,22 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--positions", type=int, default=2048)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--quantize", choices=("int8", "int4"))
     parser.add_argument("--show", action="store_true", help="print every step of the schedule")
     chosen = parser.parse_args()
     ps.use(chosen.card)
     model = ps.models.build(SHAPES[chosen.model]).to(chosen.dtype)
+    if chosen.quantize:
+        empty_quantized(model, BITS[chosen.quantize])
+    name = f"{chosen.model} {chosen.quantize or chosen.dtype}"
     for batch in chosen.batch:
         schedule = step_of(model, batch, chosen.positions)
         if chosen.show:
             print(schedule)
-        launches = sum(len(step.calls) for step in schedule.groups)
+        parts = launch_parts(schedule, ps.default_device().capabilities)
+        launches = sum(len(part) for part in parts if isinstance(part, list))
         turns = 1 + max(step.turn for step in schedule.groups)
-        print(f"{chosen.model}, batch {batch}: {launches} launches in {turns} turns")
+        print(f"{name}, batch {batch}: {launches} launches in {turns} turns")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,9 @@ from test_random_graphs import grown
 
 import penstock as ps
 from penstock import Device, nn, optim
+from penstock.compiler.launches import arranged, launch_parts
+from penstock.compiler.pipeline import compile_graph
+from penstock.compiler.target import Target
 from penstock.drivers.binaries import Binaries
 from penstock.drivers.cuda import compile_text
 from penstock.drivers.cuda import launches as cuda_launches
@@ -29,10 +32,13 @@ from penstock.execution.realize import executables
 from penstock.execution.structure import Structure
 from penstock.graph import contraction, elementwise, quantization, reducing, shaping
 from penstock.graph.dtypes import bfloat16
-from penstock.graph.node import Node, leaf
+from penstock.graph.node import Node, leaf, placeholder
 from penstock.graph.paged_attention import paged_attention
 from penstock.kernels.cache import KernelCache, whole_text
+from penstock.kernels.concatenation import Call
+from penstock.kernels.sizes import Sizes
 from penstock.kernels.source import KernelSource
+from penstock.tuning_cache import TuningCache
 
 BOOL, UINT32 = np.dtype(bool), np.dtype(np.uint32)
 WHOLE = [np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)]
@@ -359,3 +365,22 @@ def test_a_copy_is_a_node_that_knows_which_end_is_the_hosts(
         assert (parameters.srcHost if to_device else parameters.dstHost) == host
         assert int(parameters.dstDevice if to_device else parameters.srcDevice) == device
         assert (parameters.WidthInBytes, parameters.Height, parameters.Depth) == (4096, 1, 1)
+
+
+@pytest.mark.parametrize("rows", [1, 32])
+def test_products_with_packed_matrices_are_one_launch(rows: int) -> None:
+    """As the queries, keys and values of a layer are."""
+    inputs = [placeholder((rows, 256), bfloat16)]
+    nodes = []
+    for outputs in (512, 128, 128):
+        inputs += [placeholder((outputs, 32), UINT32), placeholder((outputs, 8), bfloat16)]
+        nodes.append(quantization.packed_matmul(inputs[0], *inputs[-2:]))
+    can = replace(Imagined(tensor_cores=True).capabilities, max_group_size=1024)
+    schedule = compile_graph(nodes, inputs, {}, Target.of(can))
+    (part,) = parts = launch_parts(schedule, can)
+    assert isinstance(part, list)
+    assert [len(calls) for calls in part if isinstance(calls, list)] == [3]
+    (launches,) = arranged(parts, schedule, can, None, Sizes(TuningCache("")))
+    assert isinstance(launches, list)
+    (source,) = [call.source for call in launches if isinstance(call, Call)]
+    assert compile_text(whole_text([source], "cuda"), "sm_90").startswith(b"\x7fELF")

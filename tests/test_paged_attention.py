@@ -22,7 +22,7 @@ from penstock.fusion.groups import partition
 from penstock.graph import paged_attention as graph
 from penstock.kernels.cache import whole_text
 from penstock.kernels.lower import fusible, write
-from penstock.tensor.attention import paged_attention
+from penstock.tensor.attention import paged_attention, paged_step
 
 PAGE = 16
 RNG = np.random.default_rng(0)
@@ -129,3 +129,74 @@ def test_nvrtc_takes_it(dtype: Any, size: int, queries: int) -> None:
     assert len(lowering.launches) == (2 if queries == 1 else 1), "splits, and what combines them"
     text = whole_text([launch.source for launch in lowering.launches], "cuda")
     assert compile_text(text, "sm_90").startswith(b"\x7fELF")
+
+
+# Steps, which put a position before they attend
+
+
+def check_step(
+    device: Device, shape: tuple[int, ...], reach: int, window: int | None = None, dtype: Any = np.float32
+) -> None:
+    """Of operands that are computed from others; every second row is not taken."""
+    rows, heads, key_heads, size = shape
+    width = -(-reach // PAGE)
+    count = rows * width + 3
+
+    def on_device(array: np.ndarray) -> ps.Tensor:
+        return ps.asarray(array, device=device).realize()
+
+    draw = [RNG.standard_normal((rows, 1, number * size)) for number in (heads, key_heads, key_heads)]
+    flat = [on_device(array.astype(dtype)) for array in draw]
+    pages = RNG.standard_normal((2, count, key_heads, PAGE, size)).astype(dtype)
+    table = RNG.permutation(count)[: rows * width].reshape(rows, width).astype(np.int32)
+    last = RNG.integers(0, reach, (rows, 1)).astype(np.int32)
+    last[0, 0], last[-1, -1] = 0, reach - 1
+    taken = np.array([row % 2 == 0 for row in range(rows)], np.int32)
+    given = [on_device(array) for array in (table, last, taken)]
+
+    def operands(*flat: ps.Tensor) -> list[ps.Tensor]:
+        query, key, value = (ps.permute_dims(ps.reshape(x, (rows, 1, -1, size)), (0, 2, 1, 3)) for x in flat)
+        return [ps.flip(query, axis=-1) * 2, ps.flip(key, axis=-1) * 2, value]
+
+    query, key, value = operands(*flat)
+    expected, new = pages.copy(), [key.numpy(), value.numpy()]
+    for row in np.flatnonzero(taken):
+        place = (table[row, last[row, 0] // PAGE], slice(None), last[row, 0] % PAGE)
+        expected[0][place], expected[1][place] = (side[row, :, 0] for side in new)
+    attended = paged_attention(query, on_device(expected), *given[:2], size**-0.5, window)
+    kept = on_device(pages)
+
+    @ps.jit
+    def step(*args: ps.Tensor) -> ps.Tensor:  # which replaces the pages
+        result, after = paged_step(*operands(*args[:3]), kept, *args[3:], size**-0.5, window)
+        kept._rebind(after)
+        return result
+
+    copied = paged_step(*operands(*flat), on_device(pages), *given, size**-0.5, window)
+    with ps.no_grad():
+        in_place = [(step(*flat, *given), kept) for _ in range(3)]
+    for result, after in (copied, *in_place):
+        np.testing.assert_array_equal(after.numpy(), expected)
+        near = 1e-5 if dtype is np.float32 else 0.02
+        result, wanted = (x.numpy().astype(np.float64) for x in (result, attended))
+        np.testing.assert_allclose(result, wanted, atol=near)
+
+
+STEPS = [
+    ((1, 4, 2, 8), 40, None),
+    ((3, 4, 4, 64), 100, None),
+    ((3, 3, 1, 20), 300, 50),  # a size that is no power of two
+    ((2, 2, 1, 80), 2048, None),  # several splits
+    ((1, 11, 1, 5), 33, None),  # more heads than are computed together
+]
+
+
+@pytest.mark.slow("webgpu-step1", "webgpu-step3", *(f"step{number}" for number in (0, 2, 4)))
+@pytest.mark.parametrize("case", STEPS, ids=[f"step{number}" for number in range(len(STEPS))])
+def test_a_step_puts_a_position_and_attends(device: Device, case: tuple[Any, ...]) -> None:
+    check_step(device, *case)
+
+
+@pytest.mark.slow("webgpu")
+def test_a_step_in_half_precision(device: Device) -> None:
+    check_step(device, (3, 4, 2, 32), 50, dtype=ml_dtypes.bfloat16)

@@ -33,6 +33,7 @@ from penstock.graph.shaping import RESHAPE
 _BEGUN_BY = {
     Kind.CONTRACTION: GroupKind.MATMUL,
     Kind.ATTENTION: GroupKind.ATTENTION,
+    Kind.PAGED_STEP: GroupKind.PAGED,
     Kind.OPAQUE: GroupKind.RAW,
 }
 
@@ -107,6 +108,8 @@ class Clustering:
         """The values that a node needs in memory; views that it cannot read through are stored."""
         if self._stands_alone(node) or node.primitive.kind is Kind.OPAQUE:
             yield from map(base, node.inputs)
+        elif node.primitive.kind is Kind.PAGED_STEP:
+            yield from map(base, node.inputs[3:])
         elif node.primitive.multiplies_matrices:
             read = library_operand if self._is_by_library(node) else operand_reader(node)
             yield from (operand_source(operand, self.required, read) for operand in node.inputs)
@@ -171,7 +174,9 @@ class Clustering:
                 cluster.copies = node in self._copied
                 self._enter(node, cluster)
         elif kind in _BEGUN_BY:
-            cluster = Cluster(_BEGUN_BY[kind], node.size, self._is_by_library(node))
+            # A paged step computes few items of what it reads, whatever is inlined.
+            size = 1 if kind is Kind.PAGED_STEP else node.size
+            cluster = Cluster(_BEGUN_BY[kind], size, self._is_by_library(node))
             if "part" in node.attributes:  # an output of a kernel that has several
                 cluster = self._joint.setdefault(_joint_key(node), cluster)
             self._enter(node, cluster)

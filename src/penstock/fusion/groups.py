@@ -69,14 +69,15 @@ def partition(
     """The groups that compute the wanted nodes, in order; `fusible` says which nodes a kernel may contain.
 
     Products that are computed `by_library` read matrices only in layouts that the library takes.
-    `column_units` are the compute units of a device whose row kernels hold column sums, and 0 for others.
+    `column_units` are the compute units of a device whose row kernels have arrays in registers, for column
+    sums and for vectors that all of their rows read, and 0 for others.
     A wanted reshape is in no group: its value is that of its `base`.
     """
     order = [node for node in topological(wanted) if node.value is None]
     clustering = Clustering(order, wanted, fusible, by_library)
     if column_units:
         fuse_column_reductions(clustering, column_units)
-    storing = Storing(clustering)
+    storing = Storing(clustering, prologues=column_units > 0)
     return [_group(cluster, clustering, storing) for cluster in storing.clusters]
 
 

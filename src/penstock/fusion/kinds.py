@@ -44,6 +44,8 @@ class GroupKind(StrEnum):
     MATMUL = "matmul", "fuses", "keeps_items", "has_varied_kernel"
     # The outputs of a kernel of attention.
     ATTENTION = ("attention",)
+    # Attention to pages, and what computes its queries, keys and values.
+    PAGED = ("paged",)
     # The outputs of a user's kernel.
     RAW = "raw", "reads_whole"
     # A single node, computed by a template or by NumPy.

@@ -44,6 +44,7 @@ class Kind(Enum):
     CONTRACTION = auto()  # a row of a matrix and a column of another
     ATTENTION = auto()  # a query and all keys and values
     PAGED_ATTENTION = auto()  # a query, and the keys and values of pages that another input names
+    PAGED_STEP = auto()  # the same, after a key and a value were put into a page
     SCAN = auto()  # all items up to its index along an axis
     ARG_REDUCTION = auto()  # all items along an axis; the result is an index
     SORT = auto()  # all items along an axis

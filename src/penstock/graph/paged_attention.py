@@ -6,29 +6,35 @@ to the positions up to `positions[r, i]`. Neighbouring heads of queries share a 
 
 A kernel reads the positions that are attended to, and nothing else; no scores are stored. Tensor cores, and
 NumPy, have the products of the decomposition for many queries of a sequence, in parts.
+
+A step of a single query for each sequence also puts the key and value of its position into a page, before it
+attends. No sequence may attend to the position that another puts: pages that are shared are full.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
 from penstock.drivers.driver import Capabilities
 from penstock.graph.attention import softmax
-from penstock.graph.contraction import gather, matmul
+from penstock.graph.contraction import gather, matmul, put_rows
 from penstock.graph.creating import sequence
 from penstock.graph.dtypes import HALF_PRECISION, int32
 from penstock.graph.elementwise import (
     add,
     cast,
     divide,
+    floor_divide,
     full,
     greater,
     less_equal,
     like,
     logical_and,
     multiply,
+    remainder,
     tanh,
     where,
     widened,
@@ -166,3 +172,108 @@ def paged_attention(
     """Attention of queries to the pages of their sequences; a `window` is how many positions they see."""
     attributes = {"scale": scale, "window": window or 0, "softcap": softcap or 0.0}
     return Node(PAGED_ATTENTION, (query, pages, table, positions), attributes)
+
+
+# A step
+
+
+def has_step_kernel(capabilities: Capabilities) -> bool:
+    """Whether a device puts a position and attends in a single kernel: GPUs, where a launch takes long."""
+    return capabilities.compiles and capabilities.vector_width == 1
+
+
+def _step_shape(
+    query: Node,
+    key: Node,
+    value: Node,
+    pages: Node,
+    table: Node,
+    positions: Node,
+    taken: Node,
+    *,
+    part: str,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> tuple[Shape, DType]:
+    shape = _shape(query, pages, table, positions, scale=scale, window=window, softcap=softcap)
+    assert query.shape[1] == 1
+    assert key.shape == value.shape == (query.shape[0], 1, pages.shape[2], pages.shape[4])
+    assert key.dtype == value.dtype == pages.dtype
+    assert taken.shape == (query.shape[0],)
+    assert taken.dtype == int32
+    return shape if part == "result" else (pages.shape, pages.dtype)
+
+
+def _step_reference(
+    query: Array,
+    key: Array,
+    value: Array,
+    pages: Array,
+    table: Array,
+    positions: Array,
+    taken: Array,
+    part: str,
+    **attributes: float,
+) -> Array:
+    pages, page = pages.copy(), pages.shape[3]
+    for row in np.flatnonzero(taken):
+        position = positions[row, 0]
+        at_page = table[row, position // page], slice(None), position % page
+        pages[0][at_page], pages[1][at_page] = key[row, 0], value[row, 0]
+    return pages if part == "pages" else _reference(query, pages, table, positions, **attributes)  # type: ignore[arg-type]
+
+
+def _step_parts(node: Node, capabilities: Capabilities) -> Node | None:
+    """The rows of keys and values are put, and then attended to."""
+    if has_step_kernel(capabilities):
+        return None
+    query, key, value, pages, table, positions, taken = node.inputs
+    _, count, heads, page, size = pages.shape
+    rows, width = table.shape
+    last = reshape(positions, (rows,))
+    first = sequence(0, width, rows, int32)
+    own = gather(reshape(table, (rows * width,)), add(first, floor_divide(last, like(last, page))))
+    place = add(multiply(own, like(own, heads * page)), remainder(last, like(last, page)))
+    shape = (2, rows, heads)
+    base = expand(reshape(sequence(0, count * heads * page, 2, int32), (2, 1, 1)), shape)
+    head = expand(reshape(sequence(0, page, heads, int32), (1, 1, heads)), shape)
+    index = add(add(expand(reshape(place, (1, rows, 1)), shape), base), head)
+    puts = expand(reshape(greater(taken, like(taken, 0)), (1, rows, 1)), shape)
+    index = reshape(where(puts, index, like(index, -1)), (2 * rows * heads,))
+    new = concat([reshape(side, (rows * heads, size)) for side in (key, value)], 0)
+    new_pages = reshape(put_rows(reshape(pages, (pages.size // size, size)), new, index), pages.shape)
+    if node.attributes["part"] == "pages":
+        return new_pages
+    attributes = {name: value for name, value in node.attributes.items() if name != "part"}
+    return Node(PAGED_ATTENTION, (query, new_pages, table, positions), attributes)
+
+
+PAGED_STEP = Primitive(
+    "paged_step",
+    Kind.PAGED_STEP,
+    _step_shape,
+    _step_reference,
+    operations=lambda node: 0 if node.attributes["part"] == "pages" else 4 * node.size * _reach(node),
+    decompose=_step_parts,
+    refuses="attention to cached keys and values has no gradient",
+)
+
+
+def _reach(node: Node) -> int:
+    """The most positions that a query attends to."""
+    return node.inputs[4].shape[1] * node.inputs[3].shape[3]
+
+
+def paged_step(
+    inputs: Sequence[Node], scale: float, window: int | None = None, softcap: float | None = None
+) -> tuple[Node, Node]:
+    """Attention of single queries after their keys and values were put into the pages; and these pages.
+
+    The inputs are queries, keys, values, pages, table, positions, and which rows put anything.
+    """
+    attributes = {"scale": scale, "window": window or 0, "softcap": softcap or 0.0}
+    result, new_pages = (
+        Node(PAGED_STEP, tuple(inputs), {"part": part, **attributes}) for part in ("result", "pages")
+    )
+    return result, new_pages

@@ -17,6 +17,7 @@ from penstock.graph.attention import has_kernel
 from penstock.graph.dtypes import float16, float32
 from penstock.graph.elementwise import FULL
 from penstock.graph.node import Array, Kind, Node
+from penstock.graph.paged_attention import has_step_kernel
 from penstock.graph.reference import computed
 from penstock.kernels.attention.kernels import attention_kernels
 from penstock.kernels.dialects import dialect_of
@@ -24,6 +25,7 @@ from penstock.kernels.library.cublaslt import library_launch
 from penstock.kernels.lowering.emitter import computed_dtype
 from penstock.kernels.lowering.fused import LOOPS, lower
 from penstock.kernels.matmul_group import matmul_group, packed_group
+from penstock.kernels.paged_group import paged_group
 from penstock.kernels.raw_source import raw_source
 from penstock.kernels.source import ALIGNMENT, C_TYPES, KernelSource
 from penstock.kernels.templates.choose import template_launches
@@ -75,6 +77,8 @@ def fusible(node: Node, capabilities: Capabilities) -> bool:
         return node.dtype in (float32, float16, *others)
     if kind is Kind.ATTENTION:
         return has_kernel(node, capabilities)
+    if kind is Kind.PAGED_STEP:
+        return has_step_kernel(capabilities)
     if kind is not Kind.ELEMENTWISE or node.dtype in primitive.no_kernel:
         return False
     result, of = computed_dtype(node), computed_dtype(node.inputs[-1])
@@ -123,6 +127,7 @@ _LOWERINGS: dict[GroupKind, Callable[[Group, Capabilities, str, bool], Lowering 
     **dict.fromkeys(LOOPS, _loops),
     GroupKind.MATMUL: _matmul,
     GroupKind.ATTENTION: lambda group, can, ending, varied: attention_kernels(group, ending),
+    GroupKind.PAGED: lambda group, can, ending, varied: paged_group(group, can).named(ending),
     GroupKind.RAW: lambda group, can, ending, varied: one_launch(raw_source(group, can, ending)),
     GroupKind.SINGLE: _template,
 }

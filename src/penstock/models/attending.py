@@ -13,7 +13,7 @@ from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
 from penstock.nn.layers import Where
 from penstock.tensor.arithmetic import maximum, minimum, where
 from penstock.tensor.assigning import with_rows
-from penstock.tensor.attention import paged_attention
+from penstock.tensor.attention import paged_attention, paged_step
 from penstock.tensor.core import Tensor
 from penstock.tensor.creation import arange
 from penstock.tensor.dtypes import int32
@@ -118,7 +118,7 @@ class PagedAttention(Attention):
         positions = minimum(maximum(minimum(positions, last), 0), min(context, reach) - 1)
         super().__init__(positions, maximum(reshape(firsts, (rows, 1)), positions + 1))
         self._caches, self._table, self._fresh = caches, table, fresh
-        self._inside = inside
+        self._inside, self._counts = inside, counts
         self._rows: dict[tuple[int, ...], Tensor] = {}
 
     def attend(
@@ -132,6 +132,11 @@ class PagedAttention(Attention):
         softcap: float | None = None,
     ) -> Tensor:
         """Write the keys and values of a layer, and attend to all that its sequences have by now."""
+        if key.shape[2] == 1 and not self._fresh:
+            given = (self._caches[layer], self._table, self.positions, self._counts)
+            mixed, pages = paged_step(query, key, value, *given, scale, window, softcap)
+            self._caches[layer]._rebind(pages)
+            return mixed
         self._write(layer, key, value)
         if self._fresh:
             return super().attend(layer, query, key, value, scale, window, softcap)

@@ -60,6 +60,29 @@ def paged_attention(
     return permute_dims(record(node, q, pages, table, positions), (0, 2, 1, 3))
 
 
+def paged_step(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pages: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    taken: Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Put the keys and values of single positions into pages, and attend; the pages after that too.
+
+    Queries, keys and values are (rows, heads, 1, head size), and the result too.
+    """
+    _check(query, key, value, pages)
+    single = [permute_dims(operand, (0, 2, 1, 3)) for operand in (query, key, value)]
+    given = [*single, pages, table, positions, taken]
+    result, new = paging.paged_step([tensor._node for tensor in given], scale, window, softcap)
+    return permute_dims(record(result, *given), (0, 2, 1, 3)), record(new, *given)
+
+
 def _of_any_shapes(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> Tensor:
     """Values of another width, different dtypes, or axes that broadcast: composed of other operations."""
     scores = dtypes.promote(query.dtype, key.dtype)

@@ -8,7 +8,7 @@ from penstock.fusion.column_reductions import is_column_part
 from penstock.fusion.index import Coords, Index, variable
 from penstock.graph.contraction import GATHER
 from penstock.graph.dtypes import HALF_PRECISION
-from penstock.graph.elementwise import PRIMITIVES
+from penstock.graph.elementwise import CAST, PRIMITIVES
 from penstock.graph.node import Kind, Node, Primitive
 from penstock.kernels import ir
 from penstock.kernels.lowering.blocks import depends_on_order
@@ -27,6 +27,10 @@ _LONG_THREADS = 512  # the same where there are many rows
 _RESIDENT = 1024  # threads that a compute unit should hold; with more, each has too few registers
 _READS = 4  # steps along a row whose items a thread reads before it stores any result
 _BUSY = 256  # threads for each compute unit; where there are fewer, more threads share a row
+# A workgroup that computes a vector before its rows takes rows up to so many times, as long as there are so
+# many workgroups for each compute unit.
+_MOST_TURNS = 16
+_VECTOR_GROUPS = 8
 _NOWHERE = Index((), -1)  # the index of column sums, which no load has, so that they overwrite no input
 _ENOUGH = 0.9  # share of a row's threads that should have an item at every step
 
@@ -39,17 +43,31 @@ class RowLoops(LoopNest):
 
     def space(self) -> None:
         self._column_sums = {at: node for at, node in enumerate(self.group.outputs) if is_column_part(node)}
-        reductions = (node for node in self.group.nodes if self._reduces_row(node))
-        first = next(reductions, None) or next(iter(self._column_sums.values()))
+        reductions = [node for node in self.group.nodes if self._reduces_row(node)]
+        whole = max((node.inputs[0].size for node in reductions), default=0)
+        # Reductions of a vector that all rows read, which are computed before the rows.
+        self._of_vector = {node for node in reductions if node.inputs[0].size < whole}
+        first = next((node for node in reductions if node not in self._of_vector), None)
+        first = first or next(iter(self._column_sums.values()))
         source, axes = first.inputs[0], first.attributes["axes"]
         if not self._reduces_row(first):
             axes = tuple(range(2, source.ndim))
         self._rows, self._columns, self._row, self._column, _ = self.reduction_axes(source.shape, axes)
         self._number = self._row * self.group.columns + self._column
-        self._levels: dict[Node, int] = {}  # of each node: how many passes must end before it is computed
+        self._levels = self._levels_after(0)  # of each node: how many passes must end before it is computed
+        self._first_pass = max((self._levels[node] for node in self._of_vector), default=0)  # over rows
+        if self._of_vector:
+            self._levels = self._levels_after(self._first_pass)
+
+    def _levels_after(self, first: int) -> dict[Node, int]:
+        """How many passes must end before each node is computed, if passes over rows start with `first`."""
+        levels: dict[Node, int] = {}
         for node in self.group.nodes:
-            before = max((self._levels.get(parent, 0) for parent in node.inputs), default=0)
-            self._levels[node] = before + self._reduces_row(node)
+            before = max((levels.get(parent, 0) for parent in node.inputs), default=0)
+            if self._reduces_row(node) and node not in self._of_vector:
+                before = max(before, first)
+            levels[node] = before + self._reduces_row(node)
+        return levels
 
     def _reduces_row(self, node: Node) -> bool:
         """Whether a node is a reduction of rows."""
@@ -65,18 +83,19 @@ class RowLoops(LoopNest):
         if self.gpu:
             self.take_lanes(self._inner)
             self._threads, together = self._divide(rows)
-            part_rows = self._part_rows() or together  # the rows of a workgroup
+            part_rows = self._part_rows() or together * self._turns(rows // together)  # of a workgroup
             kernel.grid, kernel.group = (rows // part_rows,), (self._threads * together,)
             if self._threads > _FEW_THREADS:
                 kernel.resident = max(1, _RESIDENT // self._threads)
             first = ir.WORKGROUP * part_rows
             first = first + ir.Var("again") if part_rows > together else first
+            before_rows = self._vector_passes()
             emitter.bodies[0] = [ir.Let("row", first + ir.THREAD // self._threads)]
             self._sum_names = {at: emitter.name("tally") for at in self._column_sums}
         emitter.bodies[0] += self.unpack("row", self.joined(self._rows), 0)
         passes = 1 + max(level - self._reduces_row(node) for node, level in self._levels.items())
         needed = [self._needed(stage) for stage in range(passes)]
-        for stage in range(passes):
+        for stage in range(self._first_pass, passes):
             emitter.stage = stage
             self._pass(stage, self._kept(needed, stage))
         reduced = [
@@ -93,7 +112,9 @@ class RowLoops(LoopNest):
                 kernel.body[before:] = self._by_first_thread(kernel.body[before:], outputs)
             if self._column_sums:
                 kernel.body = self._with_column_sums(kernel.body, part_rows, together)
-            kernel.body.insert(0, ir.Let("rank", ir.THREAD % self._threads))
+            elif part_rows > together:
+                kernel.body = [self._over_rows(kernel.body, part_rows, together)]
+            kernel.body = [ir.Let("rank", ir.THREAD % self._threads), *before_rows, *kernel.body]
         else:
             part = self.chunk(rows, self.tasks(rows, rows * columns))
             kernel.body = [*part, ir.loop("row", ir.Var("begin"), ir.Var("end"), emitter.bodies[0])]
@@ -113,10 +134,54 @@ class RowLoops(LoopNest):
             kind = ir.Type(computed_dtype(node), length)
             result.append(ir.Declare(self._sum_names[at], ir.Identity(kind, node.primitive.name)))
         if part_rows > together:
-            # Threads that share a row exchange values in local memory, which the next row reuses.
-            barrier = [ir.Barrier()] if any(map(self._reduces_row, self.group.nodes)) else []
-            body = [ir.loop("again", 0, part_rows, [*body, *barrier], step=together, unrolled=1)]
+            body = [self._over_rows(body, part_rows, together)]
         return [*result, *body, *(self._store_sums() if together == 1 else self._join_sums(together))]
+
+    def _over_rows(self, body: list[ir.Statement], part_rows: int, together: int) -> ir.Statement:
+        """The body of a row for all rows of a workgroup, of which it processes some at a time."""
+        # Threads that share a row exchange values in local memory, which the next row reuses.
+        barrier = [ir.Barrier()] if any(map(self._reduces_row, self.group.nodes)) else []
+        return ir.loop("again", 0, part_rows, [*body, *barrier], step=together, unrolled=1)
+
+    def _turns(self, times: int) -> int:
+        """How often a workgroup takes rows, of so many times in all, so that it computes a vector rarely."""
+        turns = 1
+        while (
+            self._of_vector
+            and turns < _MOST_TURNS
+            and times % (2 * turns) == 0
+            and times // (2 * turns) >= _VECTOR_GROUPS * self.units
+        ):
+            turns *= 2
+        return turns
+
+    def _vector_passes(self) -> list[ir.Statement]:
+        """What is computed before the rows: the vector that all of them read, which stays in registers."""
+        if not self._of_vector:
+            return []
+        emitter = self.emitter
+        emitter.bodies[0] = []
+        number, self._number = self._number, self._column
+        for stage in range(self._first_pass):
+            emitter.stage = stage
+            self._pass(stage, [])
+        if self._fits_registers():
+            emitter.stage = self._first_pass
+            self._pass(self._first_pass, self._vectors(), whole=False)
+        self._number = number
+        # Threads exchange values in local memory, which the rows reuse.
+        return [*emitter.bodies[0], ir.Barrier()]
+
+    def _vectors(self) -> list[Node]:
+        """The vectors that rows read and that depend on reductions."""
+        read = {
+            read
+            for node in self.group.nodes
+            if self._is_whole(node)
+            for parent in node.inputs
+            if (read := _below_views(parent)).size == self.group.columns and self._levels.get(read)
+        }
+        return [_unwidened(node) for node in self.group.nodes if node in read]
 
     def _store_sums(self) -> list[ir.Statement]:
         """Store the column sums of a workgroup that processes a row at a time."""
@@ -255,9 +320,9 @@ class RowLoops(LoopNest):
         return [node for node in nodes if node in reused and node.size >= whole]
 
     def _kept_dtype(self, node: Node) -> str:
-        """The dtype of a kept value: float16 and bfloat16 as they were read, where two share a word."""
-        as_read = self.gpu and self.lanes > 1 and node in self.group.inputs
-        return str(node.dtype) if as_read and node.dtype in HALF_PRECISION else computed_dtype(node)
+        """The dtype of a kept value: half precision if it was read or rounded so, where two share a word."""
+        narrow = self.gpu and self.lanes > 1 and (node in self.group.inputs or node.primitive is CAST)
+        return str(node.dtype) if narrow and node.dtype in HALF_PRECISION else computed_dtype(node)
 
     def _is_costly(self, primitive: Primitive) -> bool:
         """Whether a value is worth registers rather than computing it a second time."""
@@ -276,10 +341,11 @@ class RowLoops(LoopNest):
         """Whether a thread's part of a row is so short that loops over it are unrolled."""
         return self._own_items() <= _ITEMS
 
-    def _pass(self, stage: int, keep: list[Node]) -> None:
+    def _pass(self, stage: int, keep: list[Node], whole: bool = True) -> None:
+        """A pass over a row; with `whole` False, over the vector that is kept for all rows."""
         emitter = self.emitter
-        reductions, outputs, column_sums = self._results_of(stage)
-        if not reductions and not outputs and not column_sums:
+        reductions, outputs, column_sums = self._results_of(stage) if whole else ([], [], [])
+        if not reductions and not outputs and not column_sums and whole:
             return
         if self.gpu:
             known = dict.fromkeys(array for array, _, _ in emitter.kept.values())
@@ -304,6 +370,8 @@ class RowLoops(LoopNest):
                 emitter.bodies[1].append(ir.Accumulate(target, operation, value.var, kind, ir.Var("slot")))
                 self.note_store(at, _NOWHERE)
             results = [(at, self._item(node), self._number) for at, node in outputs]
+            for node in keep if not whole else ():
+                self._item(node)
             for key, value in emitter.computed(keep):
                 array, stored = arrays[key[0]], self._kept_dtype(key[0])
                 emitter.store(array, stored, place, emitter.widened(value, emitter.lanes), emitter.lanes)
@@ -396,3 +464,15 @@ class RowLoops(LoopNest):
         turn = ir.Var("turn")
         counts = [ir.Let("column", start + turn * step), ir.Let("slot", turn * self.lanes)]
         return ir.loop("turn", 0, turns, [*counts, *statements], unrolled=turns)
+
+
+def _below_views(node: Node) -> Node:
+    while node.primitive.kind is Kind.VIEW:
+        node = node.inputs[0]
+    return node
+
+
+def _unwidened(node: Node) -> Node:
+    """The value in half precision that a value was cast from, if it was: it takes half the registers."""
+    source = _below_views(node.inputs[0]) if node.primitive is CAST else node
+    return source if source.dtype in HALF_PRECISION and source.size == node.size else node

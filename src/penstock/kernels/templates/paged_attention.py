@@ -3,13 +3,17 @@
 The positions of a sequence are divided into splits, so that few sequences keep all of a device busy. The
 maximum of the scores, the sum of the weights and the weighted sum of the values are updated as positions
 come, and those of splits are combined at the end. Heads of queries that share keys are computed together.
+
+A step on a GPU takes the last position of each sequence from its operands rather than from pages, and writes
+that to its page: no other workgroup reads it there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from penstock.drivers.driver import Capabilities
 from penstock.graph.node import Node
@@ -31,7 +35,7 @@ _TILE = 64  # positions that a thread of a CPU has the scores of
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class Sizes:
     """The sizes of the operands, and how the work is divided."""
 
     dtype: str
@@ -68,38 +72,42 @@ class _Sizes:
 
 def paged_attention(node: Node, capabilities: Capabilities) -> Lowering:
     """The kernel of all splits, and the kernel that combines them if there are several."""
-    if node.inputs[0].shape[1] > MOST_QUERIES:
+    query, pages, table, _ = node.inputs
+    if query.shape[1] > MOST_QUERIES:
         return prompt_attention(node, capabilities)
-    sizes = _sizes(node, capabilities)
+    sizes = sizes_of(query, pages, table, node.attributes, capabilities)
     build = _on_cpu if is_cpu(capabilities) else _on_gpu
     inputs = (1, 2, 3, 4)
     if sizes.splits == 1:
         return Lowering((Launch(build(sizes, capabilities), (0, *inputs)),))
     splits = Launch(build(sizes, capabilities), (5, 6, *inputs))
-    combine = Launch(_combine(sizes, capabilities), (0, 5, 6), operations=0)
+    combine = Launch(combining(sizes, capabilities), (0, 5, 6), operations=0)
     return Lowering((splits, combine), sizes.scratch)
 
 
-def _sizes(node: Node, capabilities: Capabilities) -> _Sizes:
-    query, pages, table, _ = node.inputs
+def sizes_of(
+    query: Node, pages: Node, table: Node, attributes: Mapping[str, Any], capabilities: Capabilities
+) -> Sizes:
+    """The sizes of a node with these inputs and attributes."""
     rows, length, heads, size = query.shape
     _, count, key_heads, page, _ = pages.shape
     groups = heads // key_heads
     together = max(heads for heads in range(1, min(groups, _MOST_HEADS) + 1) if groups % heads == 0)
     reach = table.shape[1] * page
-    seen = min(reach, node.attributes["window"] or reach)
+    seen = min(reach, attributes["window"] or reach)
     wanted = capabilities.compute_units * (1 if is_cpu(capabilities) else _GROUPS)
     splits = -(-wanted // (rows * length * heads // together))
     splits = max(min(splits, seen // (_CPU_LEAST if is_cpu(capabilities) else _LEAST)), 1)
     shape = (rows, length, heads, key_heads, size, count, page, table.shape[1], together, splits)
-    return _Sizes(str(node.dtype), *shape, **node.attributes)
+    choices = {name: attributes[name] for name in ("scale", "window", "softcap")}
+    return Sizes(str(query.dtype), *shape, **choices)
 
 
-class _Unit:
+class Unit:
     """Which queries and positions a task has; names that both kinds of kernel use."""
 
-    def __init__(self, k: KernelBuilder, sizes: _Sizes, task: Expr) -> None:
-        self._k, self._sizes = k, sizes
+    def __init__(self, k: KernelBuilder, sizes: Sizes, task: Expr, table: Memory) -> None:
+        self._k, self._sizes, self._table = k, sizes, table
         self.split = k.let("split", task % sizes.splits)
         unit = k.let("unit", task // sizes.splits)
         units_of_query = sizes.heads // sizes.together
@@ -121,7 +129,7 @@ class _Unit:
         """Where the keys of a position begin."""
         k, sizes = self._k, self._sizes
         at = self.row * sizes.width + position // sizes.page
-        page = k.let(k.fresh("page"), k.load_index(k.inputs[2], at, sizes.pages))
+        page = k.let(k.fresh("page"), k.load_index(self._table, at, sizes.pages))
         row = (
             k.call("maximum", page, 0) * sizes.key_heads + self.key_head
         ) * sizes.page + position % sizes.page
@@ -144,7 +152,7 @@ class _Unit:
         return k.call("tanh", score / sizes.softcap) * sizes.softcap if sizes.softcap else score
 
 
-def _kernel(name: str, sizes: _Sizes, capabilities: Capabilities) -> KernelBuilder:
+def _kernel(name: str, sizes: Sizes, capabilities: Capabilities) -> KernelBuilder:
     outputs = [sizes.type] * 2 if sizes.splits > 1 else [sizes.dtype]
     return KernelBuilder(name, capabilities, outputs, [sizes.dtype, sizes.dtype, "int32", "int32"])
 
@@ -152,21 +160,52 @@ def _kernel(name: str, sizes: _Sizes, capabilities: Capabilities) -> KernelBuild
 # GPUs
 
 
-def _on_gpu(sizes: _Sizes, capabilities: Capabilities) -> KernelSource:
+class Step(Protocol):
+    """The operands of a step, which put the last position of each row into its pages."""
+
+    def begin(self, k: KernelBuilder, sizes: Sizes, unit: Unit, threads: int, padded: int) -> None:
+        """Have queries, keys and values in local memory, in rows of so many items."""
+
+    def query(self, k: KernelBuilder, head: int, column: Expr, width: int) -> Var:
+        """Items of a query."""
+
+    def puts(self, k: KernelBuilder, unit: Unit) -> Expr:
+        """Whether the row of a workgroup puts its position, 1 or 0."""
+
+    def pair(self, k: KernelBuilder, column: Expr, width: int) -> tuple[Var, Var]:
+        """Items of the key and the value that are put."""
+
+    def put(self, k: KernelBuilder, unit: Unit, last: Expr, condition: Expr) -> None:
+        """Put them, under a condition."""
+
+
+def _on_gpu(sizes: Sizes, capabilities: Capabilities) -> KernelSource:
+    k = _kernel("attend_to_pages", sizes, capabilities)
+    return on_gpu(k, sizes, capabilities, k.inputs[1:], None)
+
+
+def on_gpu(
+    k: KernelBuilder, sizes: Sizes, capabilities: Capabilities, memories: Sequence[Memory], step: Step | None
+) -> KernelSource:
     """A workgroup has a split of a group of heads; neighbouring threads share a position.
 
-    Each set of them has positions of its own, and all results are combined at the end.
+    Each set of them has positions of its own, and all results are combined at the end. `memories` are those
+    of pages, table and positions.
     """
+    pages, table, positions = memories
     width = math.gcd(sizes.size, 8)  # items of a thread
     lanes = 1 << (sizes.size // width - 1).bit_length()  # threads that share a position
     threads = min(max(_THREADS, lanes), capabilities.max_group_size)
     at_once = 4 if sizes.together <= 4 else 2  # positions of a thread
-    k = _kernel("attend_to_pages", sizes, capabilities)
-    unit = _Unit(k, sizes, k.group())
-    last = k.shared("last_position", "int32", 1)
+    unit = Unit(k, sizes, k.group(), table)
+    if step is not None:
+        step.begin(k, sizes, unit, threads, lanes * width)
+    known = k.shared("known", "int32", 2)
     with k.when(k.thread.eq(0)):
-        k.store(last, 0, k.load(k.inputs[3], unit.query))
-    start, stop = unit.positions(k.uniform("last", last))
+        k.store(known, 0, k.load(positions, unit.query))
+        k.store(known, 1, 0 if step is None else step.puts(k, unit))
+    last = k.uniform("last", known)
+    start, stop = unit.positions(last)
     slot = k.let("slot", k.thread // lanes)
     column = k.let("column", k.thread % lanes * width)
     inside = column < sizes.size if lanes * width > sizes.size else None
@@ -176,41 +215,66 @@ def _on_gpu(sizes: _Sizes, capabilities: Capabilities) -> KernelSource:
             return k.let(name, k.load(memory, index, inside))
         return k.let(name, k.load_vector(memory, index, width, width, inside))
 
-    queries = [
-        vector(f"query{head}", k.inputs[0], unit.head_row(head) * sizes.size + column)
-        for head in range(sizes.together)
-    ]
+    if step is None:
+        queries = [
+            vector(f"query{head}", k.inputs[0], unit.head_row(head) * sizes.size + column)
+            for head in range(sizes.together)
+        ]
+        stored = stop
+    else:
+        queries = [step.query(k, head, column, width) for head in range(sizes.together)]
+        new = k.let("put_here", k.select(stop.eq(last + 1) & (start <= last), k.uniform("puts", known, 1), 0))
+        stored = k.let("stored", stop - new)
     running = [_Running(k, sizes, head, width) for head in range(sizes.together)]
-    step = threads // lanes
-    with k.loop("base", start, stop, step * at_once) as base:
+    apart = threads // lanes
+    with k.loop("base", start, stored, apart * at_once) as base:
         keys, values, masks = [], [], []
         for number in range(at_once):
-            position = k.let(f"position{number}", base + (slot + number * step))
-            masks.append(k.let(f"seen{number}", position < stop))
-            clipped = k.let(f"clipped{number}", k.call("minimum", position, stop - 1))
+            position = k.let(f"position{number}", base + (slot + number * apart))
+            masks.append(k.let(f"seen{number}", position < stored))
+            clipped = k.let(f"clipped{number}", k.call("minimum", position, stored - 1))
             place = k.let(f"place{number}", unit.place(clipped) + column)
-            keys.append(vector(f"key{number}", k.inputs[1], place))
-            values.append(vector(f"value{number}", k.inputs[1], place + unit.values))
-        for head, query in enumerate(queries):
-            scores = []
-            for number, key in enumerate(keys):
-                name = f"{head}_{number}"
-                product = k.variable(f"product{name}", 0.0, sizes.type)
-                for lane in range(width):
-                    k.multiply_add(product, k.lane(query, lane), k.lane(key, lane))
-                total = k.block_reduce(f"total{name}", "sum", product, threads, lanes)
-                seen = k.select(masks[number], unit.score(total), _LOWEST)
-                scores.append(k.let(f"score{name}", seen))
-            running[head].take(scores, masks, values)
+            keys.append(vector(f"key{number}", pages, place))
+            values.append(vector(f"value{number}", pages, place + unit.values))
+        _take(k, sizes, unit, running, queries, (keys, values, masks), (threads, lanes, width))
+    if step is not None:
+        key, value = step.pair(k, column, width)
+        seen = k.let("is_new", new.eq(1) & slot.eq(0))
+        _take(k, sizes, unit, running, queries, ([key], [value], [seen]), (threads, lanes, width))
+        step.put(k, unit, last, new.eq(1))
     _join_slots(k, sizes, unit, running, (threads, lanes, width))
     quick = sizes.dtype in HALF_PRECISION
     return k.source((sizes.units * sizes.splits,), (threads,), quick=quick)
 
 
+def _take(
+    k: KernelBuilder,
+    sizes: Sizes,
+    unit: Unit,
+    running: Sequence[_Running],
+    queries: Sequence[Var],
+    positions: tuple[Sequence[Var], Sequence[Var], Sequence[Expr]],
+    shape: tuple[int, int, int],
+) -> None:
+    """Take the keys and values of further positions, as far as they are seen."""
+    keys, values, masks = positions
+    threads, lanes, width = shape
+    for head, query in enumerate(queries):
+        scores = []
+        for number, key in enumerate(keys):
+            product = k.variable(k.fresh(f"product{head}"), 0.0, sizes.type)
+            for lane in range(width):
+                k.multiply_add(product, k.lane(query, lane), k.lane(key, lane))
+            total = k.block_reduce(k.fresh(f"total{head}"), "sum", product, threads, lanes)
+            seen = k.select(masks[number], unit.score(total), _LOWEST)
+            scores.append(k.let(k.fresh(f"score{head}"), seen))
+        running[head].take(scores, masks, values)
+
+
 class _Running:
     """What is known of the positions of a thread so far, for a head."""
 
-    def __init__(self, k: KernelBuilder, sizes: _Sizes, head: int, width: int) -> None:
+    def __init__(self, k: KernelBuilder, sizes: Sizes, head: int, width: int) -> None:
         self._k, self._head = k, head
         zero = Const(0.0, Type(sizes.type))
         self.most = k.variable(f"most{head}", Const(_LOWEST, Type(sizes.type)))
@@ -223,12 +287,12 @@ class _Running:
         most: Expr = self.most
         for score in scores:
             most = k.call("maximum", most, score)
-        most = k.let(f"new_most{head}", most)
-        self.rescale(k.let(f"factor{head}", k.call("exp", self.most - most)))
+        most = k.let(k.fresh(f"new_most{head}"), most)
+        self.rescale(k.let(k.fresh(f"factor{head}"), k.call("exp", self.most - most)))
         k.assign(self.most, most)
-        for number, (score, seen, value) in enumerate(zip(scores, masks, values, strict=True)):
+        for score, seen, value in zip(scores, masks, values, strict=True):
             weight = k.select(seen, k.call("exp", score - most), 0.0)
-            weight = k.let(f"weight{head}_{number}", weight)
+            weight = k.let(k.fresh(f"weight{head}"), weight)
             k.assign(self.sum, self.sum + weight)
             k.assign(self.result, k.call("add", self.result, weight * value))
 
@@ -240,7 +304,7 @@ class _Running:
 
 
 def _join_slots(
-    k: KernelBuilder, sizes: _Sizes, unit: _Unit, running: Sequence[_Running], shape: tuple[int, int, int]
+    k: KernelBuilder, sizes: Sizes, unit: Unit, running: Sequence[_Running], shape: tuple[int, int, int]
 ) -> None:
     """Combine what the threads of a workgroup have, and store it."""
     threads, lanes, width = shape
@@ -266,7 +330,7 @@ def _join_slots(
 
 
 def _store(
-    k: KernelBuilder, sizes: _Sizes, unit: _Unit, head: int, item: Expr, value: Expr, total: Expr
+    k: KernelBuilder, sizes: Sizes, unit: Unit, head: int, item: Expr, value: Expr, total: Expr
 ) -> None:
     """Write an item of a result, or of a split's."""
     row = unit.head_row(head)
@@ -276,7 +340,7 @@ def _store(
         k.store(k.outputs[0], row * sizes.size + item, value / total)
 
 
-def _store_sums(k: KernelBuilder, sizes: _Sizes, unit: _Unit, head: int, most: Expr, total: Expr) -> None:
+def _store_sums(k: KernelBuilder, sizes: Sizes, unit: Unit, head: int, most: Expr, total: Expr) -> None:
     if sizes.splits > 1:
         place = k.let(f"place_of_sums{head}", (unit.head_row(head) * sizes.splits + unit.split) * 2)
         k.store(k.outputs[1], place, most)
@@ -286,7 +350,7 @@ def _store_sums(k: KernelBuilder, sizes: _Sizes, unit: _Unit, head: int, most: E
 # CPUs
 
 
-def _on_cpu(sizes: _Sizes, capabilities: Capabilities) -> KernelSource:
+def _on_cpu(sizes: Sizes, capabilities: Capabilities) -> KernelSource:
     """A task has a split of a group of heads, in tiles of positions."""
     width = 1 if sizes.size % _VECTOR else _VECTOR
     k = _kernel("attend_to_pages", sizes, capabilities)
@@ -296,7 +360,7 @@ def _on_cpu(sizes: _Sizes, capabilities: Capabilities) -> KernelSource:
     results = k.shared("results", sizes.type, sizes.together * sizes.size)
     heads = range(sizes.together)
     with tasks.each(k) as task:
-        unit = _Unit(k, sizes, task)
+        unit = Unit(k, sizes, task, k.inputs[2])
         start, stop = unit.positions(k.let("last", k.load(k.inputs[3], unit.query)))
         most = [k.variable(f"most{head}", _LOWEST, sizes.type) for head in heads]
         sums = [k.variable(f"sum{head}", 0.0, sizes.type) for head in heads]
@@ -325,7 +389,7 @@ def _vector(k: KernelBuilder, memory: Memory, index: Expr, width: int) -> Expr:
     return k.load_vector(memory, index, width) if width > 1 else k.load(memory, index)
 
 
-def _dot(k: KernelBuilder, sizes: _Sizes, query: Expr, key: Expr, width: int, head: int) -> Expr:
+def _dot(k: KernelBuilder, sizes: Sizes, query: Expr, key: Expr, width: int, head: int) -> Expr:
     """The product of a query and a key, whose first items are given."""
     zero = Const(0.0, Type(sizes.type))
     total = k.variable(f"products{head}", k.broadcast(zero, width) if width > 1 else zero)
@@ -338,7 +402,7 @@ def _dot(k: KernelBuilder, sizes: _Sizes, query: Expr, key: Expr, width: int, he
 
 def _weigh(
     k: KernelBuilder,
-    sizes: _Sizes,
+    sizes: Sizes,
     head: int,
     arrays: tuple[Memory, Memory],
     count: Expr,
@@ -362,8 +426,8 @@ def _weigh(
 
 def _add_values(
     k: KernelBuilder,
-    sizes: _Sizes,
-    unit: _Unit,
+    sizes: Sizes,
+    unit: Unit,
     column: int,
     width: int,
     arrays: tuple[Memory, Memory, Memory],
@@ -389,9 +453,9 @@ def _add_values(
 # Splits
 
 
-def _combine(sizes: _Sizes, capabilities: Capabilities) -> KernelSource:
-    """A task for each item of the result."""
-    k = KernelBuilder("combine_splits", capabilities, [sizes.dtype], [sizes.type] * 2)
+def combining(sizes: Sizes, capabilities: Capabilities, scalars: Sequence[str] = ()) -> KernelSource:
+    """A task for each item of the result; `scalars` are those of the group."""
+    k = KernelBuilder("combine_splits", capabilities, [sizes.dtype], [sizes.type] * 2, scalars)
     tasks = Tasks(sizes.units * sizes.together * sizes.size, capabilities)
     values, sums = k.inputs
     with tasks.each(k) as task:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from penstock.drivers.driver import Capabilities
 from penstock.graph.node import Node
@@ -27,14 +28,15 @@ def update(node: Node, capabilities: Capabilities) -> Lowering:
         return Lowering(
             (Launch(_put_or_copy(node, capabilities), (0, 1, 2, 3), operations=0),), may_alias=((0,),)
         )
-    copy = Launch(_copy(node, capabilities), (0, 1), operations=0)
+    copy = Launch(copying(node, capabilities), (0, 1), operations=0)
     put = Launch(_put(node, capabilities), (0, 2, 3), operations=0)
     return Lowering((copy, put), may_alias=((0,),))
 
 
-def _copy(node: Node, capabilities: Capabilities) -> KernelSource:
+def copying(node: Node, capabilities: Capabilities, scalars: Sequence[str] = ()) -> KernelSource:
+    """The kernel that copies a value, unless it is to be where it is; `scalars` are those of the group."""
     dtype, size = str(node.dtype), node.size
-    k = KernelBuilder("copy_unless_same", capabilities, [dtype], [dtype])
+    k = KernelBuilder("copy_unless_same", capabilities, [dtype], [dtype], scalars)
     source, target = k.inputs[0], k.outputs[0]
     if is_cpu(capabilities):
         groups, threads = CPU_SHARES * capabilities.compute_units, 1

@@ -1,0 +1,123 @@
+"""Norms that the products after them compute: as groups, and on GPUs against NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import CUDA_KINDS, DRIVERS, examples, opencl_threads
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import penstock as ps
+from penstock import Device
+from penstock.drivers.driver import Driver
+from penstock.execution import realize
+from penstock.execution.realize import executables
+from penstock.execution.structure import Structure
+from penstock.fusion.groups import Group
+from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
+
+
+def _threads() -> Driver:
+    driver = opencl_threads()
+    driver.capabilities = replace(driver.capabilities, compute_units=4)
+    return driver
+
+
+@pytest.fixture(scope="module", params=["opencl-threads", *CUDA_KINDS])
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.execution.structure.MIN_ITEMS", 1)
+        patch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
+        made = Device.over({"opencl-threads": _threads, **DRIVERS}[request.param]())
+        yield made
+        made.close()
+
+
+def given_to(device: Device, *shapes: tuple[int, ...], dtype: str = "float32") -> list[ps.Tensor]:
+    draw = np.random.default_rng(len(shapes))
+    arrays = [draw.standard_normal(shape).astype(np.float32) for shape in shapes]
+    return [ps.asarray(array, device=device).astype(getattr(ps, dtype)).realize() for array in arrays]
+
+
+def groups(device: Device, *tensors: ps.Tensor) -> list[Group]:
+    program = executables(device).build(Structure([tensor._node for tensor in tensors]))
+    return [step.group for step in program.schedule.groups]
+
+
+def exact(*tensors: ps.Tensor) -> list[Any]:
+    return [tensor.astype(ps.float64).numpy() for tensor in tensors]
+
+
+def normed(x: Any, scale: Any, centred: bool) -> Any:
+    x = x - x.mean(axis=-1, keepdims=True) if centred else x
+    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-5) * scale
+
+
+def norm(x: ps.Tensor, scale: ps.Tensor, centred: bool) -> ps.Tensor:
+    if centred:
+        return F.layer_norm(x, scale.shape, scale, eps=1e-5)
+    return F.rms_norm(x, scale.shape, scale, 1e-5)
+
+
+@given(
+    rows=st.sampled_from([32, 33, 48, 100, 512]),
+    columns=st.sampled_from([7, 32, 64, 100, 256, 1000, 2048]),
+    centred=st.booleans(),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+)
+@settings(max_examples=examples(24, quick=8), deadline=None)
+def test_a_norm_is_part_of_the_product(
+    device: Device, rows: int, columns: int, centred: bool, dtype: str
+) -> None:
+    shapes = (1, columns), (columns,), (rows, columns)
+    x, scale, weight = given_to(device, *shapes, dtype=dtype)
+    result = norm(x, scale, centred) @ weight.T
+    assert [group.kind for group in groups(device, result)] == ["row"]
+    expected = normed(*exact(x, scale), centred) @ exact(weight)[0].T
+    near = 2e-4 if dtype == "float32" else 0.05
+    np.testing.assert_allclose(exact(result)[0], expected, rtol=near, atol=near * np.sqrt(columns))
+
+
+def test_several_products_read_a_sum_and_its_norm(device: Device) -> None:
+    """As in a block of a language model: the sum is stored once, for what is added to it later."""
+    shapes = (1, 96), (96,), (96, 64), (1, 64), (128, 96), (128, 96), (40, 96)
+    x, scale, out, y, gate, up, other = given_to(device, *shapes)
+    total = x + y @ out.T
+    near = norm(total, scale, False)
+    gated, third = F.silu(near @ gate.T) * (near @ up.T), near @ other.T
+    kinds = [(group.kind, len(group.outputs)) for group in groups(device, total, gated, third)]
+    assert kinds == [("row", 1)] * 3
+    realize.realize([value._node for value in (total, gated, third)], device)
+    x, scale, out, y, gate, up, other = exact(x, scale, out, y, gate, up, other)
+    expected = x + y @ out.T
+    near = normed(expected, scale, False)
+    np.testing.assert_allclose(exact(total)[0], expected, rtol=1e-5, atol=1e-5)
+    first = near @ gate.T
+    np.testing.assert_allclose(exact(gated)[0], first / (1 + np.exp(-first)) * (near @ up.T), 1e-4, 1e-4)
+    np.testing.assert_allclose(exact(third)[0], near @ other.T, 1e-4, 1e-4)
+
+
+def test_workgroups_take_rows_in_turn(device: Device) -> None:
+    """There are more rows than workgroups: each computes the norm once, and takes several."""
+    x, scale, weight = given_to(device, (1, 64), (64,), (8192, 64))
+    result = norm(x, scale, True) @ weight.T
+    (step,) = executables(device).build(Structure([result._node])).schedule.groups
+    (call,) = step.calls
+    assert "again" in str(call.source.body)
+    np.testing.assert_allclose(
+        exact(result)[0], normed(*exact(x, scale), True) @ exact(weight)[0].T, rtol=1e-4, atol=1e-4
+    )
+
+
+def test_what_is_wanted_itself_is_stored(device: Device) -> None:
+    x, scale, weight = given_to(device, (1, 64), (64,), (64, 64))
+    near = norm(x, scale, False)
+    result = near @ weight.T
+    assert len(groups(device, near, result)) == 2
+    # What few rows read is computed before them.
+    assert len(groups(device, norm(x, scale, False) @ weight[:8].T)) == 2
