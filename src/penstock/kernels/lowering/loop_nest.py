@@ -176,7 +176,7 @@ class LoopNest:
         return result
 
     def together(self, names: Sequence[str]) -> list[str]:
-        """The last variables whose items together fill vectors; none if those of the last do, or none can."""
+        """The last variables whose items together fill vectors; none if no number of them does."""
         inner = 1
         for at in reversed(range(len(names))):
             length = self._lengths[names[at]]
