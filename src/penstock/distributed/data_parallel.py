@@ -13,13 +13,15 @@ from penstock.collectives.world import communicator
 from penstock.config import parse_bytes
 from penstock.distributed.buckets import Bucket, buckets
 from penstock.distributed.collective import Chain, broadcast, chain
+from penstock.distributed.dividing import DividedParameters
 from penstock.distributed.sharding import ShardedOptimizer
 from penstock.distributed.shares import Values, means, part_of
 from penstock.errors import SettingError
 from penstock.optim.optimizer import Optimizer
+from penstock.runtime import Device
 from penstock.stream.future import Future
 from penstock.tensor.capture import capture
-from penstock.tensor.core import Tensor, outside_capture, realize_together
+from penstock.tensor.core import Tensor, outside_capture, realize_together, resolve
 from penstock.tensor.creation import zeros
 from penstock.tensor.dtypes import float32
 from penstock.tensor.jit import jit
@@ -41,7 +43,9 @@ class DataParallel(Optimizer):
     `bucket` is how much is exchanged at a time, while the backward pass goes on.
 
     With `zero=1`, each rank keeps a part of the optimizer's state and of master weights, updates that part of
-    the parameters, and gets the others; with `zero=2`, it also gets only its part of the gradients.
+    the parameters, and gets the others; with `zero=2`, it also gets only its part of the gradients. With
+    `zero=3`, it keeps only its part of the parameters, too: jitted functions gather them layer by layer, and
+    they have values elsewhere in `with optimizer.gathered():`.
 
     >>> weight = ps.nn.Parameter(ps.zeros(2))
     >>> optimizer = ps.distributed.DataParallel(ps.optim.SGD([weight], lr=1.0), shards=2)
@@ -76,9 +80,9 @@ class DataParallel(Optimizer):
                 f"{self._group.size} ranks do not divide {shards} shards; take a power of 2 of ranks, more "
                 "shards, or exact=False"
             )
-        if zero not in (0, 1, 2):
-            raise SettingError(f"zero is 0, 1 or 2, and {zero} was given")
-        self.optimizer = optimizer
+        if zero not in (0, 1, 2, 3):
+            raise SettingError(f"zero is 0, 1, 2 or 3, and {zero} was given")
+        self.optimizer, self.zero = optimizer, zero
         self._model_parameters = list(optimizer.parameters)
         self.shards = shards if exact else self._group.size  # of a global batch
         self.own_shards = self.shards // self._group.size  # of this rank
@@ -93,13 +97,16 @@ class DataParallel(Optimizer):
         self._fold = jit(self._folded)
         self._take_first()
         self._sharded: ShardedOptimizer | None = None
+        self._divided: DividedParameters | None = None
         self._operation: Operation = "tree_reduce" if exact else "all_reduce"
-        if zero == 2:
+        if zero >= 2:
             self._operation = "tree_scatter" if exact else "reduce_scatter"
         if zero:
             pieces = max(self.shards, self._group.size)
             self._sharded = ShardedOptimizer(optimizer, self._group, pieces, self._bucket_bytes)
             self.optimizer = self._sharded.inner
+            if zero == 3:
+                self._divided = DividedParameters(self._sharded, self._model_parameters)
         else:
             optimizer.exchange = self._summed
 
@@ -115,6 +122,8 @@ class DataParallel(Optimizer):
         size, total = self._share
         if (capturing := capture.get()) is not None:
             capturing.assume(lambda: self._share)
+            if self._divided is not None:
+                self._divided.note(loss._node)
         self.optimizer.backward(loss if size == total else loss * size / total)
 
     def step(self) -> None:
@@ -133,7 +142,7 @@ class DataParallel(Optimizer):
             if self._is_last:
                 self._step_parts(grads)
                 return
-            rows = [bucket.packed(grads) for bucket in self._layout(grads)]
+            rows = self._kept_rows(grads)
             with outside_capture():
                 self._current = self._current or self._room(rows)
             if [row.shape for row in rows] != [kept.shape for kept in self._current]:
@@ -150,10 +159,16 @@ class DataParallel(Optimizer):
         """Update this rank's part of the parameters, and take the others."""
         assert self._sharded is not None
         if len(grads) < len(self._model_parameters):
-            raise SettingError("with zero=1 and zero=2, every parameter needs a gradient in every step")
+            raise SettingError("with zero=1, 2 and 3, every parameter needs a gradient in every step")
         links = chain()
         self._sharded.step(self._rows(grads, links), links)
         self.zero_grad()
+        if self._divided is not None and capture.get() is not None:
+            self._divided.renew()
+            return
+        self._sharded.publish(links)
+        if self._divided is not None:
+            self._divided.settle()
         if capture.get() is None:
             realize_together(self._model_parameters, repeated=True)
 
@@ -168,7 +183,23 @@ class DataParallel(Optimizer):
 
     def load_state_dict(self, state: Mapping[str, npt.ArrayLike]) -> None:
         """Restore a `state_dict` of any number of ranks."""
-        (self._sharded or self.optimizer).load_state_dict(state)
+        with self.gathered("host"):
+            (self._sharded or self.optimizer).load_state_dict(state)
+            if self._divided is not None:
+                self._divided.settle()
+
+    @contextmanager
+    def gathered(self, device: Device | str | None = None) -> Iterator[None]:
+        """In a block, which all ranks enter, parameters are whole, whatever the stage of sharding.
+
+        They are on their device, which needs the memory for it, or on another, such as "host". Values that
+        they get in the block, by `load_state_dict` or by steps, are kept.
+        """
+        if self._divided is None:
+            yield
+            return
+        with self._divided.gathered(None if device is None else resolve(device)):
+            yield
 
     @property
     def lr(self) -> float:
@@ -211,19 +242,30 @@ class DataParallel(Optimizer):
                 result = step(*(part_of(part, number, self.shards) for part in batch))
             named = result if isinstance(result, Mapping) else {"": result}
             values.append({name: value.numpy_async() for name, value in named.items()})
-        found = means(self._group, values, [[size] for size in sizes])
+        found = means(self._group, values, [[size] for size in sizes], in_turn=self.zero == 3)
         return Future(found.is_ready, lambda: None, lambda: _unnamed(found.wait().values))
 
+    @property
+    def own_numbers(self) -> range:
+        """The numbers of the shards that this rank computes.
+
+        With zero=3, ranks compute neighbours at the same time, and sum their gradients at once: a rank keeps
+        a part of these sums. Otherwise a rank computes neighbours, and the sums of ranks come last.
+        """
+        rank, size = self._group.rank, self._group.size
+        if self._divided is not None:
+            return range(rank, self.shards, size)
+        return range(rank * self.own_shards, (rank + 1) * self.own_shards)
+
     def own(self) -> Iterator[int]:
-        """The numbers of the shards that this rank computes; a step follows each."""
+        """The same; a step follows each."""
         before = default_generator.state()
-        first = self._group.rank * self.own_shards
         try:
-            for at in range(self.own_shards):
+            for at, number in enumerate(self.own_numbers):
                 self._is_last = at == self.own_shards - 1
                 self._waiting = self.own_shards.bit_length() - 1 if self._is_last else 0
-                _draw_from(before, (first + at) * _SHARD_BLOCKS)
-                yield first + at
+                _draw_from(before, number * _SHARD_BLOCKS)
+                yield number
                 if not self._is_last:
                     self._keep(at)
             before = {**before, "counter": (before["counter"] + _STEP_BLOCKS) % _SHARD_BLOCKS}
@@ -257,13 +299,17 @@ class DataParallel(Optimizer):
 
     def _rows(self, grads: Mapping[int, Tensor], links: Chain) -> list[Tensor]:
         """The same in rows, or with zero=2 this rank's parts of rows."""
-        rows: list[Tensor] = []
-        for number, bucket in enumerate(self._layout(grads)):
-            row = bucket.packed(grads)
-            for level in self._levels[: self._waiting]:
-                row = level[number] + row
-            rows.append(row)
-        return links.apply_all(self._operation, rows)
+        rows = self._kept_rows(grads)
+        for level in self._levels[: self._waiting]:
+            rows = [kept + row for kept, row in zip(level, rows, strict=True)]
+        return rows if self._divided is not None else links.apply_all(self._operation, rows)
+
+    def _kept_rows(self, grads: Mapping[int, Tensor]) -> list[Tensor]:
+        """The gradients of a shard in rows; with zero=3, this rank's parts of their sums over ranks."""
+        if self._divided is not None and capture.get() is not None:
+            return self._divided.reduced(grads, self._operation, chain())
+        rows = [bucket.packed(grads) for bucket in self._layout(grads)]
+        return rows if self._divided is None else chain().apply_all(self._operation, rows)
 
     def _room(self, rows: Sequence[Tensor]) -> list[Tensor]:
         """Tensors for rows that are kept."""

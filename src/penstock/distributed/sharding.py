@@ -18,6 +18,7 @@ from penstock.optim.optimizer import Optimizer
 from penstock.tensor.arithmetic import multiply, sqrt
 from penstock.tensor.core import Tensor, from_numpy
 from penstock.tensor.dtypes import float16, float32
+from penstock.tensor.gathering import gathered_as
 from penstock.tensor.manipulation import astype, concat, permute_dims, reshape
 from penstock.tensor.recording import no_grad
 from penstock.tensor.reduction import sum as sum_
@@ -45,13 +46,14 @@ class ShardedOptimizer:
         self.rows: list[Bucket] = []
         groups: list[dict[str, Any]] = []
         masters = {at: whole._master(at).detach() for at in range(len(self._parameters))}
-        self._parts: list[Tensor] = []
+        self.parts: list[Tensor] = []  # this rank's, of rows
         for index, settings in enumerate(whole.param_groups):
             members = {at: self._parameters[at] for at, own in enumerate(whole._group_of) if own == index}
             rows = buckets(members, bucket_bytes, lcm(_MULTIPLE, group.size))
-            parts = [Parameter(self._own(row.packed(masters))) for row in rows]
+            own = [self._own(row.packed(masters)) for row in rows]
+            parts = [Parameter(part) for part in gathered_as(own, float32, whole._device)]  # no slices
             self.rows += rows
-            self._parts += parts
+            self.parts += parts
             given = {name: settings[name] for name in settings if name != "initial_lr"}
             groups.append({**given, "params": parts})
         self.inner = type(whole)(groups, clip_norm=whole.clip_norm)  # type: ignore[call-arg]
@@ -68,16 +70,15 @@ class ShardedOptimizer:
 
     def step(self, sums: Sequence[Tensor], links: Chain) -> None:
         """Update from sums of gradients, a row for each bucket or only this rank's part of it."""
-        for part, row in zip(self._parts, sums, strict=True):
+        for part, row in zip(self.parts, sums, strict=True):
             part.grad = row if row.shape == part.shape else self._own(row)
         self.inner.norm = lambda grads: self._norm(grads, links)  # type: ignore[method-assign]
         self.inner.step()
-        self.publish(links)
 
     def publish(self, links: Chain) -> None:
         """Give the parameters the values of all ranks' parts."""
         with no_grad():
-            for bucket, part in zip(self.rows, self._parts, strict=True):
+            for bucket, part in zip(self.rows, self.parts, strict=True):
                 first = self._parameters[bucket.positions[0]]
                 (row,) = links.apply_all("all_gather", [astype(part.detach(), first.dtype)])
                 for at, value in bucket.unpacked(row).items():
@@ -103,10 +104,11 @@ class ShardedOptimizer:
         state = self.inner.state_dict()
         result: Arrays = {}
         for name in self.inner._state:
-            result |= self._whole(name, [state.pop(f"{name}.{at}") for at in range(len(self.rows))])
+            whole = self._whole([state.pop(f"{name}.{at}") for at in range(len(self.rows))])
+            result |= {f"{name}.{at}": array for at, array in whole.items()}
         narrow = [at for at, tensor in enumerate(self._parameters) if tensor.dtype != float32]
-        masters = self._whole("master", [part.numpy() for part in self._parts]) if narrow else {}
-        result |= {f"master.{at}": masters[f"master.{at}"] for at in narrow}
+        masters = self._whole([part.numpy() for part in self.parts]) if narrow else {}
+        result |= {f"master.{at}": masters[at] for at in narrow}
         row_of = {at: number for number, row in enumerate(self.rows) for at in row.positions}
         for name in self._counts():
             counts = state.pop(name)
@@ -128,21 +130,35 @@ class ShardedOptimizer:
             table = np.broadcast_to(known.pop(name), len(self._parameters))
             inner[name] = np.array([table[row.positions[0]] for row in self.rows])
         self.inner.load_state_dict({**inner, **known})
-        for part, array in zip(self._parts, self._cut(values), strict=True):
+        for part, array in zip(self.parts, self._cut(values), strict=True):
             part._become(from_numpy(array, part.device)._node)
+
+    def whole_values(self) -> dict[int, npt.NDArray[Any]]:
+        """The values of all parameters, by position."""
+        dtypes = [self._parameters[row.positions[0]].dtype for row in self.rows]
+        parts = zip(self.parts, dtypes, strict=True)
+        return self._whole([astype(part.detach(), dtype).numpy() for part, dtype in parts])
+
+    def take(self, values: Mapping[int, npt.NDArray[Any]]) -> None:
+        """Take other values of some parameters, which all ranks give."""
+        shapes = {at: shape for row in self.rows for at, shape in zip(row.positions, row.shapes, strict=True)}
+        new = {at: values.get(at, np.zeros(shape, np.float32)) for at, shape in shapes.items()}
+        given = {at: np.full(shape, at in values, np.float32) for at, shape in shapes.items()}
+        for part, array, mask in zip(self.parts, self._cut(new), self._cut(given), strict=True):
+            part._become(from_numpy(np.where(mask > 0, array, part.numpy()), part.device)._node)
 
     def _counts(self) -> Sequence[str]:
         return () if self.inner._counted is None else self.inner._counted.names
 
-    def _whole(self, name: str, parts: Sequence[npt.NDArray[Any]]) -> Arrays:
+    def _whole(self, parts: Sequence[npt.NDArray[Any]]) -> dict[int, npt.NDArray[Any]]:
         """Arrays of all parameters from this rank's parts of rows, and those of the others."""
-        result: Arrays = {}
+        result: dict[int, npt.NDArray[Any]] = {}
         for bucket, part in zip(self.rows, parts, strict=True):
             row = self._group.run("all_gather", part)
             start = 0
             for at, shape in zip(bucket.positions, bucket.shapes, strict=True):
                 end = start + int(np.prod(shape, dtype=np.int64))
-                result[f"{name}.{at}"] = row[start:end].reshape(shape)
+                result[at] = row[start:end].reshape(shape)
                 start = end
         return result
 

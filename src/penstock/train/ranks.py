@@ -84,8 +84,7 @@ class Ranks:
         """The parts of a global batch that this rank computes."""
         if self._parallel is None:
             return [batch]
-        first, count = self.group.rank * self._parallel.own_shards, self._parallel.own_shards
-        return [part_of(batch, number, self._parallel.shards) for number in range(first, first + count)]
+        return [part_of(batch, number, self._parallel.shards) for number in self._parallel.own_numbers]
 
     def train(self, step: Callable[..., Any], batches: Sequence[Batch], own: bool) -> Pending:
         """Submit a step on this rank's parts of some batches whose gradients are added.
@@ -113,7 +112,7 @@ class Ranks:
         why = (int(stop) if isinstance(stop, signal.Signals) else _BY_ITSELF) if stop else 0
         traffic = self.group.traffic
         notes = [float(why), traffic.waited_seconds, float(traffic.sent_bytes)]
-        return means(self.group, values, parts, notes)
+        return means(self.group, values, parts, notes, self._parallel.zero == 3)
 
     def evaluate(self, values_of: Callable[[Any], Mapping[str, Tensor]], batches: Iterable[Any]) -> Evaluated:
         """The means of the values of batches, which ranks compute in turn; None if there is no batch."""
