@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import lcm
 from typing import Any
 
 import numpy.typing as npt
@@ -11,23 +12,25 @@ import numpy.typing as npt
 from penstock.collectives.engine import Operation
 from penstock.collectives.world import communicator
 from penstock.config import parse_bytes
-from penstock.distributed.buckets import Bucket, buckets
+from penstock.distributed.buckets import Bucket, buckets_of_groups, squares
 from penstock.distributed.collective import Chain, broadcast, chain
 from penstock.distributed.dividing import DividedParameters
-from penstock.distributed.sharding import ShardedOptimizer
+from penstock.distributed.sharding import MULTIPLE, ShardedOptimizer
 from penstock.distributed.shares import Values, means, part_of
 from penstock.errors import SettingError
 from penstock.optim.optimizer import Optimizer
 from penstock.runtime import Device
 from penstock.stream.future import Future
+from penstock.tensor.arithmetic import sqrt
 from penstock.tensor.capture import capture
 from penstock.tensor.core import Tensor, outside_capture, realize_together, resolve
 from penstock.tensor.creation import zeros
 from penstock.tensor.dtypes import float32
 from penstock.tensor.jit import jit
-from penstock.tensor.manipulation import astype
+from penstock.tensor.manipulation import astype, concat
 from penstock.tensor.random import default_generator
 from penstock.tensor.recording import no_grad
+from penstock.tensor.reduction import sum as sum_
 
 _MOST_SHARDS = 128
 # A shard draws its random numbers from a range of the generator's counter of its own, and so does a step.
@@ -91,6 +94,7 @@ class DataParallel(Optimizer):
         # Sums of 1, 2, 4, ... shards that wait for as many others, by level; and the last shard's own.
         self._levels: list[list[Tensor]] = []
         self._current: list[Tensor] = []
+        self._sums: list[Tensor] = []  # of gradients over ranks, in rows, from their exchange to their norm
         self._is_last = True  # whether the shard is the last of this rank
         self._waiting = 0  # how many levels wait for the last shard
         self._share = 1, self._group.size  # of the global batch that a loss is of
@@ -109,6 +113,8 @@ class DataParallel(Optimizer):
                 self._divided = DividedParameters(self._sharded, self._model_parameters)
         else:
             optimizer.exchange = self._summed
+            if exact and "scale" not in optimizer._numbers:
+                optimizer.norm = self._norm  # type: ignore[method-assign]
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not yet set
@@ -289,13 +295,21 @@ class DataParallel(Optimizer):
             return self._sharded.rows
         present = tuple(sorted(grads))
         if present not in self._layouts:
-            self._layouts[present] = buckets(grads, self._bucket_bytes, _MOST_SHARDS)
+            multiple = lcm(MULTIPLE, self._group.size)
+            groups = buckets_of_groups(grads, self.optimizer._group_of, self._bucket_bytes, multiple)
+            self._layouts[present] = [bucket for rows in groups for bucket in rows]
         return self._layouts[present]
 
     def _summed(self, grads: dict[int, Tensor]) -> dict[int, Tensor]:
         """The sums of gradients over all shards of all ranks."""
-        rows = zip(self._layout(grads), self._rows(grads, chain()), strict=True)
+        self._sums = self._rows(grads, chain())
+        rows = zip(self._layout(grads), self._sums, strict=True)
         return {at: value for bucket, row in rows for at, value in bucket.unpacked(row).items()}
+
+    def _norm(self, grads: Sequence[Tensor]) -> Tensor:
+        """The norm of the gradients, in the order in which ranks with parts of them sum it."""
+        sums, self._sums = self._sums, []
+        return sqrt(sum_(concat([part for row in sums for part in squares(row, self.shards)])))
 
     def _rows(self, grads: Mapping[int, Tensor], links: Chain) -> list[Tensor]:
         """The same in rows, or with zero=2 this rank's parts of rows."""

@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.collectives.communicator import Communicator
-from penstock.distributed.buckets import Bucket, buckets
+from penstock.distributed.buckets import Bucket, buckets_of_groups, squares
 from penstock.distributed.collective import Chain
 from penstock.errors import SettingError
 from penstock.nn.parameter import Parameter
 from penstock.optim.optimizer import Optimizer
-from penstock.tensor.arithmetic import multiply, sqrt
+from penstock.tensor.arithmetic import sqrt
 from penstock.tensor.core import Tensor, from_numpy
 from penstock.tensor.dtypes import float16, float32
 from penstock.tensor.gathering import gathered_as
@@ -24,7 +24,7 @@ from penstock.tensor.recording import no_grad
 from penstock.tensor.reduction import sum as sum_
 
 Arrays = dict[str, npt.NDArray[Any]]
-_MULTIPLE = 128  # items: the length of a row depends on no usual number of ranks
+MULTIPLE = 128  # items: the length of a row depends on no usual number of ranks
 
 
 class ShardedOptimizer:
@@ -47,15 +47,15 @@ class ShardedOptimizer:
         groups: list[dict[str, Any]] = []
         masters = {at: whole._master(at).detach() for at in range(len(self._parameters))}
         self.parts: list[Tensor] = []  # this rank's, of rows
-        for index, settings in enumerate(whole.param_groups):
-            members = {at: self._parameters[at] for at, own in enumerate(whole._group_of) if own == index}
-            rows = buckets(members, bucket_bytes, lcm(_MULTIPLE, group.size))
+        given = dict(enumerate(self._parameters))
+        layout = buckets_of_groups(given, whole._group_of, bucket_bytes, lcm(MULTIPLE, group.size))
+        for settings, rows in zip(whole.param_groups, layout, strict=True):
             own = [self._own(row.packed(masters)) for row in rows]
             parts = [Parameter(part) for part in gathered_as(own, float32, whole._device)]  # no slices
             self.rows += rows
             self.parts += parts
-            given = {name: settings[name] for name in settings if name != "initial_lr"}
-            groups.append({**given, "params": parts})
+            known = {name: settings[name] for name in settings if name != "initial_lr"}
+            groups.append({**known, "params": parts})
         self.inner = type(whole)(groups, clip_norm=whole.clip_norm)  # type: ignore[call-arg]
         for name in whole._varied:
             self.inner.vary(name)
@@ -88,11 +88,7 @@ class ShardedOptimizer:
         """The norm of the gradients of all ranks, summed in the same order on any number of them."""
         size = self._group.size
         own = self._pieces // size
-        sums: list[Tensor] = []
-        for grad in grads:
-            length = grad.size // own
-            pieces = [grad[number * length : (number + 1) * length] for number in range(own)]
-            sums += [reshape(sum_(multiply(piece, piece)), (1,)) for piece in pieces]
+        sums = [part for grad in grads for part in squares(grad, own)]
         (row,) = links.apply_all("all_gather", [concat(sums)])
         joined = reshape(row, (size, len(grads), own))
         return sqrt(sum_(reshape(permute_dims(joined, (1, 0, 2)), (-1,))))
