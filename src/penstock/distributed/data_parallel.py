@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import lcm
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import numpy.typing as npt
 
 from penstock.collectives.engine import Operation
@@ -15,9 +16,11 @@ from penstock.config import parse_bytes
 from penstock.distributed.buckets import Bucket, buckets_of_groups, squares
 from penstock.distributed.collective import Chain, broadcast, chain
 from penstock.distributed.dividing import DividedParameters
-from penstock.distributed.sharding import MULTIPLE, ShardedOptimizer
+from penstock.distributed.sharding import MULTIPLE, ShardedOptimizer, why_not_sharded
 from penstock.distributed.shares import Values, means, part_of
 from penstock.errors import SettingError
+from penstock.formatting import format_bytes
+from penstock.memory.budgeting import plan
 from penstock.optim.optimizer import Optimizer
 from penstock.runtime import Device
 from penstock.stream.future import Future
@@ -48,7 +51,8 @@ class DataParallel(Optimizer):
     With `zero=1`, each rank keeps a part of the optimizer's state and of master weights, updates that part of
     the parameters, and gets the others; with `zero=2`, it also gets only its part of the gradients. With
     `zero=3`, it keeps only its part of the parameters, too: jitted functions gather them layer by layer, and
-    they have values elsewhere in `with optimizer.gathered():`.
+    they have values elsewhere in `with optimizer.gathered():`. With `zero="auto"`, the first call of `train`
+    takes the least stage whose plan keeps to the device's memory budget; see `choose`.
 
     >>> weight = ps.nn.Parameter(ps.zeros(2))
     >>> optimizer = ps.distributed.DataParallel(ps.optim.SGD([weight], lr=1.0), shards=2)
@@ -70,7 +74,7 @@ class DataParallel(Optimizer):
         *,
         shards: int = 8,
         exact: bool = True,
-        zero: int = 0,
+        zero: int | Literal["auto"] = 0,
         bucket: int | str = "4MiB",
     ) -> None:
         self._group = communicator()
@@ -83,9 +87,10 @@ class DataParallel(Optimizer):
                 f"{self._group.size} ranks do not divide {shards} shards; take a power of 2 of ranks, more "
                 "shards, or exact=False"
             )
-        if zero not in (0, 1, 2, 3):
-            raise SettingError(f"zero is 0, 1, 2 or 3, and {zero} was given")
-        self.optimizer, self.zero = optimizer, zero
+        if zero not in (0, 1, 2, 3, "auto"):
+            raise SettingError(f"zero is 0, 1, 2, 3 or auto, and {zero!r} was given")
+        self.optimizer, self.zero = optimizer, 0
+        self._exact, self._chooses = exact, zero == "auto"
         self._model_parameters = list(optimizer.parameters)
         self.shards = shards if exact else self._group.size  # of a global batch
         self.own_shards = self.shards // self._group.size  # of this rank
@@ -103,23 +108,76 @@ class DataParallel(Optimizer):
         self._sharded: ShardedOptimizer | None = None
         self._divided: DividedParameters | None = None
         self._operation: Operation = "tree_reduce" if exact else "all_reduce"
-        if zero >= 2:
-            self._operation = "tree_scatter" if exact else "reduce_scatter"
-        if zero:
-            pieces = max(self.shards, self._group.size)
-            self._sharded = ShardedOptimizer(optimizer, self._group, pieces, self._bucket_bytes)
-            self.optimizer = self._sharded.inner
-            if zero == 3:
-                self._divided = DividedParameters(self._sharded, self._model_parameters)
-        else:
-            optimizer.exchange = self._summed
-            if exact and "scale" not in optimizer._numbers:
-                optimizer.norm = self._norm  # type: ignore[method-assign]
+        self._enter(0 if zero == "auto" else zero)
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not yet set
             raise AttributeError(name)
         return getattr(self.optimizer, name)
+
+    # The stage of sharding
+
+    def _enter(self, stage: int) -> None:
+        """Divide what ranks keep, from a lower stage on."""
+        if not stage:
+            self.optimizer.exchange = self._summed
+            if self._exact and "scale" not in self.optimizer._numbers:
+                self.optimizer.norm = self._norm  # type: ignore[method-assign]
+        elif self._sharded is None:
+            pieces = max(self.shards, self._group.size)
+            self._sharded = ShardedOptimizer(self.optimizer, self._group, pieces, self._bucket_bytes)
+            self.optimizer = self._sharded.inner
+        if stage >= 2:
+            self._operation = "tree_scatter" if self._exact else "reduce_scatter"
+        if stage == 3:
+            assert self._sharded is not None
+            self._divided = DividedParameters(self._sharded, self._model_parameters)
+        self.zero = stage
+
+    @property
+    def device(self) -> Device:
+        """The device of the parameters."""
+        return self._model_parameters[0].device
+
+    def choose(self, step: Callable[..., Any], *args: Any) -> str:
+        """With zero="auto", take a stage for a jitted step with these arguments; in words, what it was.
+
+        It is the least stage whose plan keeps to the memory budget of the device on every rank without
+        recomputing anything, or else 3. Without a budget, alone, or for an optimizer whose state cannot be
+        divided, it is 0. Later calls change nothing, and return an empty text.
+        """
+        if not self._chooses:
+            return ""
+        self._chooses = False
+        limit = self.device.limit_bytes
+        if limit is None or self._group.size == 1 or why_not_sharded(self.optimizer):
+            return ""
+        said: list[str] = []
+        for stage in range(4):
+            if stage == 1:
+                state = self.optimizer.state_dict()  # perhaps of a checkpoint
+                self._enter(1)
+                self.load_state_dict(state)
+            elif stage:
+                self._enter(stage)
+            needed = plan(step, *args).unlimited_bytes + self._waiting_bytes()
+            needed = max(self._group.run("all_gather", np.array([needed])).tolist())
+            if needed <= limit or stage == 3:
+                break
+            said.append(f"zero={stage} takes {format_bytes(needed)}")
+        rest = "" if needed <= limit else ", and the rest is recomputed"
+        return (
+            f"zero={self.zero} takes {format_bytes(needed)} of {format_bytes(limit)}{rest}"
+            f"{'; ' if said else ''}{', '.join(said)}"
+        )
+
+    def _waiting_bytes(self) -> int:
+        """What the sums of gradients take that wait for other shards of this rank."""
+        if self.own_shards == 1:
+            return 0
+        rows = self._layout(dict(enumerate(self._model_parameters)))
+        divisor = self._group.size if self.zero == 3 else 1
+        return self.own_shards.bit_length() * sum(row.length for row in rows) * 4 // divisor
 
     # The optimizer
 
@@ -226,7 +284,7 @@ class DataParallel(Optimizer):
 
     def _take_first(self) -> None:
         """Take the parameters of rank 0, and master weights of them."""
-        if self._group.size > 1:
+        if self._group.size > 1 and self._group.engine.reaches:
             with no_grad():
                 for tensor in [*self._model_parameters, *self.optimizer._masters.values()]:
                     tensor._become(broadcast(tensor.detach())._node)
@@ -243,6 +301,9 @@ class DataParallel(Optimizer):
         sizes = [len(part_of(batch[0], number, self.shards)) for number in range(self.shards)]
         if not all(sizes):
             raise SettingError(f"a batch of {sum(sizes)} samples is too small for {self.shards} shards")
+        if self._chooses:
+            with self.sharing(sizes[0], sum(sizes)):
+                self.choose(step, *(part_of(part, 0, self.shards) for part in batch))
         for number in self.own():
             with self.sharing(sizes[number], sum(sizes)):
                 result = step(*(part_of(part, number, self.shards) for part in batch))

@@ -1,7 +1,7 @@
 """Parameters in parts (ZeRO-3): a rank keeps its part of each, and gathers whole parameters for their uses.
 
-Between steps a parameter has no value. A jitted function that uses it gathers the row that has it, and forgets
-it after its last use; the backward pass gathers it again.
+Between steps a parameter has no value. A jitted function that uses it gathers the row that it is in, and
+keeps that until its last use; the backward pass gathers it again.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+import numpy.typing as npt
 
 from penstock.distributed.collective import Chain, chain
 from penstock.distributed.refetching import Backward
@@ -62,27 +64,31 @@ class DividedParameters:
         Other values that parameters get in the block are taken at its end.
         """
         if capture.get() is not None:
-            raise SettingError("gathered() is for programs outside of jitted functions, which gather themselves")
+            raise SettingError("gathered() is for use outside of jitted functions, which gather parameters")
         if self._known is not None:  # in another block
             yield
             return
-        self._publish(self._device if device is None else device)
+        arrays = self._sharded.whole_values()
         try:
+            self._publish(arrays, self._device if device is None else device)
             yield
+            self._sharded.take(self._changed())
         finally:
-            known, self._known = self._known or {}, None
-            changed = [at for at, tensor in enumerate(self._parameters) if tensor._actual_node is not known[at]]
-            if changed:
-                self._sharded.take({at: self._parameters[at].numpy() for at in changed})
+            self._known = None
             self._divide()
+
+    def _changed(self) -> dict[int, npt.NDArray[Any]]:
+        """Values that parameters were given since they were gathered."""
+        known = self._known or {}
+        changed = [at for at, node in known.items() if self._parameters[at]._actual_node is not node]
+        return {at: self._parameters[at].numpy() for at in changed}
 
     def settle(self) -> None:
         """Note that the optimizer has the values of parameters, if these are whole."""
         if self._known is not None:
             self._known = {at: tensor._actual_node for at, tensor in enumerate(self._parameters)}
 
-    def _publish(self, device: Device) -> None:
-        arrays = self._sharded.whole_values()
+    def _publish(self, arrays: Mapping[int, npt.NDArray[Any]], device: Device) -> None:
         for at, tensor in enumerate(self._parameters):
             tensor.device = device
             tensor._become(from_numpy(arrays[at], device)._node)
@@ -122,8 +128,8 @@ class DividedParameters:
         """Remember a loss whose backward pass follows in the function that is captured."""
         if any(not isinstance(tensor._actual_node.value, MadeInside) for tensor in self._parameters):
             raise SettingError(
-                "with zero=3 a jitted step gathers parameters itself, and here they have values: load weights "
-                "in `with optimizer.gathered():`, and call the step outside of it"
+                "with zero=3 a jitted step gathers parameters, and here they have values: load weights in "
+                "`with optimizer.gathered():`, and call the step outside of it"
             )
         self._inside().losses.append(loss)
 
@@ -161,4 +167,3 @@ class DividedParameters:
         inside.losses.clear()
         for tensor in self._parameters:
             capturing.forget(tensor)
-

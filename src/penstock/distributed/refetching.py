@@ -18,9 +18,7 @@ class Backward:
     rows in which they are gathered.
     """
 
-    def __init__(
-        self, losses: Sequence[Node], made: Mapping[Node, int], row_of: Mapping[int, int]
-    ) -> None:
+    def __init__(self, losses: Sequence[Node], made: Mapping[Node, int], row_of: Mapping[int, int]) -> None:
         self._made = {node: at for node, at in made.items() if at in row_of}
         self._row_of = row_of
         self.fetched: set[int] = set()  # rows that were gathered again

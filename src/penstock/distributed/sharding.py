@@ -27,6 +27,18 @@ Arrays = dict[str, npt.NDArray[Any]]
 MULTIPLE = 128  # items: the length of a row depends on no usual number of ranks
 
 
+def why_not_sharded(optimizer: Optimizer) -> str:
+    """Why the state of an optimizer cannot be divided among ranks; empty if it can."""
+    if not optimizer.elementwise:
+        return (
+            f"{type(optimizer).__name__} updates an item by others of its parameter, which ranks that keep "
+            "parts of it do not have; use zero=0"
+        )
+    if any(tensor.dtype == float16 for tensor in optimizer.parameters):
+        return "ranks scale the loss of float16 together only with zero=0; use bfloat16"
+    return ""
+
+
 class ShardedOptimizer:
     """An optimizer over this rank's parts of rows of parameters, in float32, in place of one over all.
 
@@ -34,13 +46,8 @@ class ShardedOptimizer:
     """
 
     def __init__(self, whole: Optimizer, group: Communicator, pieces: int, bucket_bytes: int) -> None:
-        if not whole.elementwise:
-            raise SettingError(
-                f"{type(whole).__name__} updates an item by others of its parameter, which ranks that keep "
-                "parts of it do not have; use zero=0"
-            )
-        if any(tensor.dtype == float16 for tensor in whole.parameters):
-            raise SettingError("ranks scale the loss of float16 together only with zero=0; use bfloat16")
+        if why := why_not_sharded(whole):
+            raise SettingError(why)
         self._group, self._pieces = group, pieces
         self._parameters = list(whole.parameters)
         self.rows: list[Bucket] = []
@@ -59,6 +66,9 @@ class ShardedOptimizer:
         self.inner = type(whole)(groups, clip_norm=whole.clip_norm)  # type: ignore[call-arg]
         for name in whole._varied:
             self.inner.vary(name)
+        for old, new in zip(whole.param_groups, self.inner.param_groups, strict=True):
+            vars(old).update(vars(new), _more=old._more)  # schedulers have set initial_lr
+        self.inner.param_groups = whole.param_groups
         self.inner.exchange = dict  # so that a step outside of jit, which exchanges norms, is recorded anew
         whole._state.clear()
         whole._masters.clear()
@@ -137,6 +147,8 @@ class ShardedOptimizer:
 
     def take(self, values: Mapping[int, npt.NDArray[Any]]) -> None:
         """Take other values of some parameters, which all ranks give."""
+        if not values:
+            return
         shapes = {at: shape for row in self.rows for at, shape in zip(row.positions, row.shapes, strict=True)}
         new = {at: values.get(at, np.zeros(shape, np.float32)) for at, shape in shapes.items()}
         given = {at: np.full(shape, at in values, np.float32) for at, shape in shapes.items()}
