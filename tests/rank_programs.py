@@ -17,10 +17,11 @@ from penstock.train import NoView
 from penstock.train.callbacks import Callback
 
 
-def digest(model: ps.nn.Module) -> str:
+def digest(model: ps.nn.Module, optimizer: ps.distributed.DataParallel) -> str:
     from hashlib import blake2b
 
-    arrays = (parameter.astype(ps.float32).numpy() for parameter in model.parameters())
+    with optimizer.gathered():
+        arrays = [parameter.astype(ps.float32).numpy() for parameter in model.parameters()]
     return blake2b(b"".join(array.tobytes() for array in arrays)).hexdigest()[:16]
 
 
@@ -44,7 +45,7 @@ def mlp(options: dict[str, Any]) -> dict[str, Any]:
     for _ in range(4):
         x = ps.asarray(rng.standard_normal((20, 6)).astype(np.float32))
         losses.append(optimizer.train(step, x, ps.asarray(rng.integers(0, 3, 20))).wait())
-    return {"losses": losses, "weights": digest(model)}
+    return {"losses": losses, "weights": digest(model, optimizer)}
 
 
 def gpt(options: dict[str, Any]) -> dict[str, Any]:
@@ -66,7 +67,7 @@ def gpt(options: dict[str, Any]) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     batches = [ps.asarray(rng.integers(0, 64, (8, 17))) for _ in range(3)]
     losses = [optimizer.train(step, batch).wait() for batch in batches]
-    return {"losses": losses, "weights": digest(model), "hidden": _hidden(step)}
+    return {"losses": losses, "weights": digest(model, optimizer), "hidden": _hidden(step)}
 
 
 def _hidden(step: Any) -> bool:
@@ -132,7 +133,7 @@ def trainer(options: dict[str, Any]) -> dict[str, Any]:
     return {
         "losses": [line["loss"] for line in metrics],
         "validation": [line["validation_loss"] for line in metrics if "validation_loss" in line],
-        "weights": digest(model),
+        "weights": digest(model, optimizer),
     }
 
 

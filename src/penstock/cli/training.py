@@ -98,25 +98,29 @@ def _run(settings: Config, folder: Path, checkpoint: Checkpoint | None, numbered
 
     console = Console()
     view = open_view(console) if penstock.distributed.rank() == 0 else NoView()
-    if settings.run.memory:
-        penstock.default_device().limit_bytes = settings.run.memory
+    memory, alone = settings.run.memory, penstock.distributed.size() == 1
+    if memory and alone:
+        penstock.default_device().limit_bytes = memory
     try:
         trainer = TextTrainer(settings, folder, view, checkpoint, numbered)
+        if memory and not alone:  # the model is whole until the first step divides it among ranks
+            penstock.default_device().limit_bytes = memory
         folder = trainer.folder
         trainer.fit()
         if trainer.stopped_by is not None:
             how = f"; to go on: penstock train --resume {folder}" if folder.is_dir() else ""
             view.note(f"stopped at step {trainer.step}{how}")
             raise typer.Exit(128 + trainer.stopped_by)
-        if penstock.distributed.rank() > 0:
-            return
-        prompt = trainer.prompt()
-        text = trainer.tokenizer.decode(prompt)
-        view.note("\na sample:")
-        say(console, text, style="dim", end="")
-        seed = settings.run.seed
-        pieces = stream_text(trainer.model, trainer.tokenizer, prompt, _SAMPLE, 0.8, top_k=40, seed=seed)
-        text += stream(pieces)
+        with trainer.whole():
+            if penstock.distributed.rank() > 0:
+                return
+            prompt = trainer.prompt()
+            text = trainer.tokenizer.decode(prompt)
+            view.note("\na sample:")
+            say(console, text, style="dim", end="")
+            seed = settings.run.seed
+            pieces = stream_text(trainer.model, trainer.tokenizer, prompt, _SAMPLE, 0.8, top_k=40, seed=seed)
+            text += stream(pieces)
         reported = trainer.report(text)
     except OutOfDeviceMemory as error:
         raise PenstockError(

@@ -55,6 +55,7 @@ class Engine:
     rank = 0
     size = 1
     name = "no engine"
+    reaches = True  # whether the other ranks are there, and do not only stand in a plan
     on_device = False  # whether it moves the device's own memory, by `launch`
 
     def begin(self, operation: Move, array: Array) -> Exchange:
@@ -81,6 +82,24 @@ class Engine:
 
     def close(self) -> None:
         """Free what it holds; no operation follows."""
+
+
+class AbsentRanks(Engine):
+    """Stands for ranks that are not there, for plans: their arrays are those of this rank."""
+
+    name, reaches = "a plan", False
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def begin(self, operation: Move, array: Array) -> Exchange:
+        """See `Engine.begin`."""
+        length = result_shape(operation, self.size, array.size)
+        return Exchange(lambda: True, np.resize(array.reshape(-1), length))
+
+    def beat(self, own: Beat) -> Mapping[int, Beat]:
+        """See `Engine.beat`."""
+        return {rank: Beat(own.begun, True, False) for rank in range(1, self.size)}
 
 
 def result_shape(operation: Operation, size: int, length: int) -> tuple[int, ...]:

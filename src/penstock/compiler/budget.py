@@ -16,7 +16,7 @@ from functools import partial
 
 from penstock.compiler.compilation import Compilation, Move
 from penstock.compiler.layout import lay_out, own_buffers, plan
-from penstock.compiler.passes import Works, turns_of, works_of
+from penstock.compiler.passes import Works, fetched_in_time, turns_of, works_of
 from penstock.compiler.target import Budget, Target
 from penstock.drivers.driver import Cost
 from penstock.drivers.rates import Crossing
@@ -324,7 +324,8 @@ def _planned(
         moves=moves,
         extra=sequel.price,
     )
-    turns = turns_of(moved, target, works_of(moved), sequence, spare=False)
+    works = works_of(moved)
+    turns = turns_of(moved, target, works, fetched_in_time(moved, works, sequence), spare=False)
     return plan(lay_out(replace(moved, turns=turns), target), target)
 
 

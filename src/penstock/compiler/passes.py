@@ -25,7 +25,7 @@ from penstock.graph.vectors import vectors_as_sums
 from penstock.kernels.horizontal_fusion import MOST_CALLS, kind
 from penstock.kernels.lower import fusible
 from penstock.plan.order import Work, ordered
-from penstock.plan.overlap import overlapped
+from penstock.plan.overlap import in_time, overlapped
 from penstock.plan.turns import in_turns
 
 
@@ -90,10 +90,15 @@ def order(state: Compilation, target: Target) -> Compilation:
     """Order the groups to keep few bytes live; on a GPU, put kernels of the same kind into turns."""
     works = works_of(state)
     sequence = ordered(works.steps, works.nbytes, works.kept)
-    starts, waits = _collectives(state, "start"), _collectives(state, "wait")
+    starts, fetches, waits = (_collectives(state, what) for what in ("start", "fetch", "wait"))
     if waits:
-        sequence = overlapped(sequence, works.steps, works.kept, starts, waits)
+        sequence = overlapped(sequence, works.steps, works.kept, starts, fetches, waits)
     return replace(state, turns=turns_of(state, target, works, sequence))
+
+
+def fetched_in_time(state: Compilation, works: Works, sequence: Sequence[int]) -> list[int]:
+    """A sequence of groups, and of moves, in which what is fetched from other ranks comes in time."""
+    return in_time(sequence, works.steps, _collectives(state, "fetch"), _collectives(state, "wait"))
 
 
 def _collectives(state: Compilation, what: str) -> set[int]:

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from penstock.tensor.arithmetic import multiply
 from penstock.tensor.core import Tensor
 from penstock.tensor.creation import zeros
 from penstock.tensor.manipulation import concat, reshape
+from penstock.tensor.reduction import sum as sum_
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,23 @@ class Bucket:
             values[at] = reshape(row[start:end], shape)
             start = end
         return values
+
+
+def buckets_of_groups(
+    values: Mapping[int, Tensor], group_of: Sequence[int], most_bytes: int, multiple: int
+) -> list[list[Bucket]]:
+    """Buckets for each group of parameters of an optimizer."""
+    groups: dict[int, dict[int, Tensor]] = {}
+    for at in sorted(values):
+        groups.setdefault(group_of[at], {})[at] = values[at]
+    return [buckets(groups[group], most_bytes, multiple) for group in sorted(groups)]
+
+
+def squares(row: Tensor, pieces: int) -> list[Tensor]:
+    """The sums of the squares of pieces of a row."""
+    length = row.size // pieces
+    parts = [row[number * length : (number + 1) * length] for number in range(pieces)]
+    return [reshape(sum_(multiply(part, part)), (1,)) for part in parts]
 
 
 def buckets(values: Mapping[int, Tensor], most_bytes: int, multiple: int) -> list[Bucket]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from penstock.collectives.communicator import Communicator
 from penstock.collectives.engine import Operation
@@ -42,6 +42,10 @@ class Chain:
             self._last = None  # it has run, and would run again with the next
         return results
 
+    def fetch(self, row: Tensor) -> Tensor:
+        """The rows of all ranks, joined in time for their use; inside a jitted function."""
+        return self._apply("fetch", row) if self.group.exchanges else row
+
     def _all(self, operation: Operation, rows: Sequence[Tensor]) -> list[Tensor]:
         """An engine that moves memory of the device knows no sums along a tree: kernels compute them."""
         if not self.group.engine.on_device or operation not in ("tree_reduce", "tree_scatter"):
@@ -51,7 +55,7 @@ class Chain:
         parts = [_tree(reshape(row, (size, -1)), 0, size) for row in moved]
         return parts if operation == "tree_scatter" else [self._apply("all_gather", part) for part in parts]
 
-    def _apply(self, operation: Operation, row: Tensor) -> Tensor:
+    def _apply(self, operation: Operation | Literal["fetch"], row: Tensor) -> Tensor:
         """The result of a collective on a row, which is a row too."""
         if row.device.dispatcher is not None:
             raise SettingError("ranks need a device each, and auto stands for several; name a device")

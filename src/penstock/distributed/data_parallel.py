@@ -4,28 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from math import lcm
+from typing import Any, Literal
 
+import numpy as np
 import numpy.typing as npt
 
 from penstock.collectives.engine import Operation
 from penstock.collectives.world import communicator
 from penstock.config import parse_bytes
-from penstock.distributed.buckets import Bucket, buckets
+from penstock.distributed.buckets import Bucket, buckets_of_groups, squares
 from penstock.distributed.collective import Chain, broadcast, chain
-from penstock.distributed.sharding import ShardedOptimizer
+from penstock.distributed.dividing import DividedParameters
+from penstock.distributed.sharding import MULTIPLE, ShardedOptimizer, why_not_sharded
 from penstock.distributed.shares import Values, means, part_of
 from penstock.errors import SettingError
+from penstock.formatting import format_bytes
+from penstock.memory.budgeting import plan
 from penstock.optim.optimizer import Optimizer
+from penstock.runtime import Device
 from penstock.stream.future import Future
+from penstock.tensor.arithmetic import sqrt
 from penstock.tensor.capture import capture
-from penstock.tensor.core import Tensor, outside_capture, realize_together
+from penstock.tensor.core import Tensor, outside_capture, realize_together, resolve
 from penstock.tensor.creation import zeros
 from penstock.tensor.dtypes import float32
 from penstock.tensor.jit import jit
-from penstock.tensor.manipulation import astype
+from penstock.tensor.manipulation import astype, concat
 from penstock.tensor.random import default_generator
 from penstock.tensor.recording import no_grad
+from penstock.tensor.reduction import sum as sum_
 
 _MOST_SHARDS = 128
 # A shard draws its random numbers from a range of the generator's counter of its own, and so does a step.
@@ -41,7 +49,10 @@ class DataParallel(Optimizer):
     `bucket` is how much is exchanged at a time, while the backward pass goes on.
 
     With `zero=1`, each rank keeps a part of the optimizer's state and of master weights, updates that part of
-    the parameters, and gets the others; with `zero=2`, it also gets only its part of the gradients.
+    the parameters, and gets the others; with `zero=2`, it also gets only its part of the gradients. With
+    `zero=3`, it keeps only its part of the parameters, too: jitted functions gather them layer by layer, and
+    they have values elsewhere in `with optimizer.gathered():`. With `zero="auto"`, the first call of `train`
+    takes the least stage whose plan keeps to the device's memory budget; see `choose`.
 
     >>> weight = ps.nn.Parameter(ps.zeros(2))
     >>> optimizer = ps.distributed.DataParallel(ps.optim.SGD([weight], lr=1.0), shards=2)
@@ -63,7 +74,7 @@ class DataParallel(Optimizer):
         *,
         shards: int = 8,
         exact: bool = True,
-        zero: int = 0,
+        zero: int | Literal["auto"] = 0,
         bucket: int | str = "4MiB",
     ) -> None:
         self._group = communicator()
@@ -76,9 +87,10 @@ class DataParallel(Optimizer):
                 f"{self._group.size} ranks do not divide {shards} shards; take a power of 2 of ranks, more "
                 "shards, or exact=False"
             )
-        if zero not in (0, 1, 2):
-            raise SettingError(f"zero is 0, 1 or 2, and {zero} was given")
-        self.optimizer = optimizer
+        if zero not in (0, 1, 2, 3, "auto"):
+            raise SettingError(f"zero is 0, 1, 2, 3 or auto, and {zero!r} was given")
+        self.optimizer, self.zero = optimizer, 0
+        self._exact, self._chooses = exact, zero == "auto"
         self._model_parameters = list(optimizer.parameters)
         self.shards = shards if exact else self._group.size  # of a global batch
         self.own_shards = self.shards // self._group.size  # of this rank
@@ -87,26 +99,85 @@ class DataParallel(Optimizer):
         # Sums of 1, 2, 4, ... shards that wait for as many others, by level; and the last shard's own.
         self._levels: list[list[Tensor]] = []
         self._current: list[Tensor] = []
+        self._sums: list[Tensor] = []  # of gradients over ranks, in rows, from their exchange to their norm
         self._is_last = True  # whether the shard is the last of this rank
         self._waiting = 0  # how many levels wait for the last shard
         self._share = 1, self._group.size  # of the global batch that a loss is of
         self._fold = jit(self._folded)
         self._take_first()
         self._sharded: ShardedOptimizer | None = None
+        self._divided: DividedParameters | None = None
         self._operation: Operation = "tree_reduce" if exact else "all_reduce"
-        if zero == 2:
-            self._operation = "tree_scatter" if exact else "reduce_scatter"
-        if zero:
-            pieces = max(self.shards, self._group.size)
-            self._sharded = ShardedOptimizer(optimizer, self._group, pieces, self._bucket_bytes)
-            self.optimizer = self._sharded.inner
-        else:
-            optimizer.exchange = self._summed
+        self._enter(0 if zero == "auto" else zero)
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not yet set
             raise AttributeError(name)
         return getattr(self.optimizer, name)
+
+    # The stage of sharding
+
+    def _enter(self, stage: int) -> None:
+        """Divide what ranks keep, from a lower stage on."""
+        if not stage:
+            self.optimizer.exchange = self._summed
+            if self._exact and "scale" not in self.optimizer._numbers:
+                self.optimizer.norm = self._norm  # type: ignore[method-assign]
+        elif self._sharded is None:
+            pieces = max(self.shards, self._group.size)
+            self._sharded = ShardedOptimizer(self.optimizer, self._group, pieces, self._bucket_bytes)
+            self.optimizer = self._sharded.inner
+        if stage >= 2:
+            self._operation = "tree_scatter" if self._exact else "reduce_scatter"
+        if stage == 3:
+            assert self._sharded is not None
+            self._divided = DividedParameters(self._sharded, self._model_parameters)
+        self.zero = stage
+
+    @property
+    def device(self) -> Device:
+        """The device of the parameters."""
+        return self._model_parameters[0].device
+
+    def choose(self, step: Callable[..., Any], *args: Any) -> str:
+        """With zero="auto", take a stage for a jitted step with these arguments; in words, what it was.
+
+        It is the least stage whose plan keeps to the memory budget of the device on every rank without
+        recomputing anything, or else 3. Without a budget, alone, or for an optimizer whose state cannot be
+        divided, it is 0. Later calls change nothing, and return an empty text.
+        """
+        if not self._chooses:
+            return ""
+        self._chooses = False
+        limit = self.device.limit_bytes
+        if limit is None or self._group.size == 1 or why_not_sharded(self.optimizer):
+            return ""
+        said: list[str] = []
+        for stage in range(4):
+            if stage == 1:
+                state = self.optimizer.state_dict()  # perhaps of a checkpoint
+                self._enter(1)
+                self.load_state_dict(state)
+            elif stage:
+                self._enter(stage)
+            needed = plan(step, *args).unlimited_bytes + self._waiting_bytes()
+            needed = max(self._group.run("all_gather", np.array([needed])).tolist())
+            if needed <= limit or stage == 3:
+                break
+            said.append(f"zero={stage} takes {format_bytes(needed)}")
+        rest = "" if needed <= limit else ", and the rest is recomputed"
+        return (
+            f"zero={self.zero} takes {format_bytes(needed)} of {format_bytes(limit)}{rest}"
+            f"{'; ' if said else ''}{', '.join(said)}"
+        )
+
+    def _waiting_bytes(self) -> int:
+        """What the sums of gradients take that wait for other shards of this rank."""
+        if self.own_shards == 1:
+            return 0
+        rows = self._layout(dict(enumerate(self._model_parameters)))
+        divisor = self._group.size if self.zero == 3 else 1
+        return self.own_shards.bit_length() * sum(row.length for row in rows) * 4 // divisor
 
     # The optimizer
 
@@ -115,6 +186,8 @@ class DataParallel(Optimizer):
         size, total = self._share
         if (capturing := capture.get()) is not None:
             capturing.assume(lambda: self._share)
+            if self._divided is not None:
+                self._divided.note(loss._node)
         self.optimizer.backward(loss if size == total else loss * size / total)
 
     def step(self) -> None:
@@ -133,7 +206,7 @@ class DataParallel(Optimizer):
             if self._is_last:
                 self._step_parts(grads)
                 return
-            rows = [bucket.packed(grads) for bucket in self._layout(grads)]
+            rows = self._kept_rows(grads)
             with outside_capture():
                 self._current = self._current or self._room(rows)
             if [row.shape for row in rows] != [kept.shape for kept in self._current]:
@@ -150,10 +223,16 @@ class DataParallel(Optimizer):
         """Update this rank's part of the parameters, and take the others."""
         assert self._sharded is not None
         if len(grads) < len(self._model_parameters):
-            raise SettingError("with zero=1 and zero=2, every parameter needs a gradient in every step")
+            raise SettingError("with zero=1, 2 and 3, every parameter needs a gradient in every step")
         links = chain()
         self._sharded.step(self._rows(grads, links), links)
         self.zero_grad()
+        if self._divided is not None and capture.get() is not None:
+            self._divided.renew()
+            return
+        self._sharded.publish(links)
+        if self._divided is not None:
+            self._divided.settle()
         if capture.get() is None:
             realize_together(self._model_parameters, repeated=True)
 
@@ -168,7 +247,23 @@ class DataParallel(Optimizer):
 
     def load_state_dict(self, state: Mapping[str, npt.ArrayLike]) -> None:
         """Restore a `state_dict` of any number of ranks."""
-        (self._sharded or self.optimizer).load_state_dict(state)
+        with self.gathered("host"):
+            (self._sharded or self.optimizer).load_state_dict(state)
+            if self._divided is not None:
+                self._divided.settle()
+
+    @contextmanager
+    def gathered(self, device: Device | str | None = None) -> Iterator[None]:
+        """In a block, which all ranks enter, parameters are whole, whatever the stage of sharding.
+
+        They are on their device, which needs the memory for it, or on another, such as "host". Values that
+        they get in the block, by `load_state_dict` or by steps, are kept.
+        """
+        if self._divided is None:
+            yield
+            return
+        with self._divided.gathered(None if device is None else resolve(device)):
+            yield
 
     @property
     def lr(self) -> float:
@@ -189,7 +284,7 @@ class DataParallel(Optimizer):
 
     def _take_first(self) -> None:
         """Take the parameters of rank 0, and master weights of them."""
-        if self._group.size > 1:
+        if self._group.size > 1 and self._group.engine.reaches:
             with no_grad():
                 for tensor in [*self._model_parameters, *self.optimizer._masters.values()]:
                     tensor._become(broadcast(tensor.detach())._node)
@@ -206,24 +301,38 @@ class DataParallel(Optimizer):
         sizes = [len(part_of(batch[0], number, self.shards)) for number in range(self.shards)]
         if not all(sizes):
             raise SettingError(f"a batch of {sum(sizes)} samples is too small for {self.shards} shards")
+        if self._chooses:
+            with self.sharing(sizes[0], sum(sizes)):
+                self.choose(step, *(part_of(part, 0, self.shards) for part in batch))
         for number in self.own():
             with self.sharing(sizes[number], sum(sizes)):
                 result = step(*(part_of(part, number, self.shards) for part in batch))
             named = result if isinstance(result, Mapping) else {"": result}
             values.append({name: value.numpy_async() for name, value in named.items()})
-        found = means(self._group, values, [[size] for size in sizes])
+        found = means(self._group, values, [[size] for size in sizes], in_turn=self.zero == 3)
         return Future(found.is_ready, lambda: None, lambda: _unnamed(found.wait().values))
 
+    @property
+    def own_numbers(self) -> range:
+        """The numbers of the shards that this rank computes.
+
+        With zero=3, ranks compute neighbours at the same time, and sum their gradients at once: a rank keeps
+        a part of these sums. Otherwise a rank computes neighbours, and the sums of ranks come last.
+        """
+        rank, size = self._group.rank, self._group.size
+        if self._divided is not None:
+            return range(rank, self.shards, size)
+        return range(rank * self.own_shards, (rank + 1) * self.own_shards)
+
     def own(self) -> Iterator[int]:
-        """The numbers of the shards that this rank computes; a step follows each."""
+        """The same; a step follows each."""
         before = default_generator.state()
-        first = self._group.rank * self.own_shards
         try:
-            for at in range(self.own_shards):
+            for at, number in enumerate(self.own_numbers):
                 self._is_last = at == self.own_shards - 1
                 self._waiting = self.own_shards.bit_length() - 1 if self._is_last else 0
-                _draw_from(before, (first + at) * _SHARD_BLOCKS)
-                yield first + at
+                _draw_from(before, number * _SHARD_BLOCKS)
+                yield number
                 if not self._is_last:
                     self._keep(at)
             before = {**before, "counter": (before["counter"] + _STEP_BLOCKS) % _SHARD_BLOCKS}
@@ -247,23 +356,35 @@ class DataParallel(Optimizer):
             return self._sharded.rows
         present = tuple(sorted(grads))
         if present not in self._layouts:
-            self._layouts[present] = buckets(grads, self._bucket_bytes, _MOST_SHARDS)
+            multiple = lcm(MULTIPLE, self._group.size)
+            groups = buckets_of_groups(grads, self.optimizer._group_of, self._bucket_bytes, multiple)
+            self._layouts[present] = [bucket for rows in groups for bucket in rows]
         return self._layouts[present]
 
     def _summed(self, grads: dict[int, Tensor]) -> dict[int, Tensor]:
         """The sums of gradients over all shards of all ranks."""
-        rows = zip(self._layout(grads), self._rows(grads, chain()), strict=True)
+        self._sums = self._rows(grads, chain())
+        rows = zip(self._layout(grads), self._sums, strict=True)
         return {at: value for bucket, row in rows for at, value in bucket.unpacked(row).items()}
+
+    def _norm(self, grads: Sequence[Tensor]) -> Tensor:
+        """The norm of the gradients, in the order in which ranks with parts of them sum it."""
+        sums, self._sums = self._sums, []
+        return sqrt(sum_(concat([part for row in sums for part in squares(row, self.shards)])))
 
     def _rows(self, grads: Mapping[int, Tensor], links: Chain) -> list[Tensor]:
         """The same in rows, or with zero=2 this rank's parts of rows."""
-        rows: list[Tensor] = []
-        for number, bucket in enumerate(self._layout(grads)):
-            row = bucket.packed(grads)
-            for level in self._levels[: self._waiting]:
-                row = level[number] + row
-            rows.append(row)
-        return links.apply_all(self._operation, rows)
+        rows = self._kept_rows(grads)
+        for level in self._levels[: self._waiting]:
+            rows = [kept + row for kept, row in zip(level, rows, strict=True)]
+        return rows if self._divided is not None else links.apply_all(self._operation, rows)
+
+    def _kept_rows(self, grads: Mapping[int, Tensor]) -> list[Tensor]:
+        """The gradients of a shard in rows; with zero=3, this rank's parts of their sums over ranks."""
+        if self._divided is not None and capture.get() is not None:
+            return self._divided.reduced(grads, self._operation, chain())
+        rows = [bucket.packed(grads) for bucket in self._layout(grads)]
+        return rows if self._divided is None else chain().apply_all(self._operation, rows)
 
     def _room(self, rows: Sequence[Tensor]) -> list[Tensor]:
         """Tensors for rows that are kept."""

@@ -10,20 +10,33 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.collectives.communicator import Communicator
-from penstock.distributed.buckets import Bucket, buckets
+from penstock.distributed.buckets import Bucket, buckets_of_groups, squares
 from penstock.distributed.collective import Chain
 from penstock.errors import SettingError
 from penstock.nn.parameter import Parameter
 from penstock.optim.optimizer import Optimizer
-from penstock.tensor.arithmetic import multiply, sqrt
+from penstock.tensor.arithmetic import sqrt
 from penstock.tensor.core import Tensor, from_numpy
 from penstock.tensor.dtypes import float16, float32
+from penstock.tensor.gathering import gathered_as
 from penstock.tensor.manipulation import astype, concat, permute_dims, reshape
 from penstock.tensor.recording import no_grad
 from penstock.tensor.reduction import sum as sum_
 
 Arrays = dict[str, npt.NDArray[Any]]
-_MULTIPLE = 128  # items: the length of a row depends on no usual number of ranks
+MULTIPLE = 128  # items: the length of a row depends on no usual number of ranks
+
+
+def why_not_sharded(optimizer: Optimizer) -> str:
+    """Why the state of an optimizer cannot be divided among ranks; empty if it can."""
+    if not optimizer.elementwise:
+        return (
+            f"{type(optimizer).__name__} updates an item by others of its parameter, which ranks that keep "
+            "parts of it do not have; use zero=0"
+        )
+    if any(tensor.dtype == float16 for tensor in optimizer.parameters):
+        return "ranks scale the loss of float16 together only with zero=0; use bfloat16"
+    return ""
 
 
 class ShardedOptimizer:
@@ -33,30 +46,29 @@ class ShardedOptimizer:
     """
 
     def __init__(self, whole: Optimizer, group: Communicator, pieces: int, bucket_bytes: int) -> None:
-        if not whole.elementwise:
-            raise SettingError(
-                f"{type(whole).__name__} updates an item by others of its parameter, which ranks that keep "
-                "parts of it do not have; use zero=0"
-            )
-        if any(tensor.dtype == float16 for tensor in whole.parameters):
-            raise SettingError("ranks scale the loss of float16 together only with zero=0; use bfloat16")
+        if why := why_not_sharded(whole):
+            raise SettingError(why)
         self._group, self._pieces = group, pieces
         self._parameters = list(whole.parameters)
         self.rows: list[Bucket] = []
         groups: list[dict[str, Any]] = []
         masters = {at: whole._master(at).detach() for at in range(len(self._parameters))}
-        self._parts: list[Tensor] = []
-        for index, settings in enumerate(whole.param_groups):
-            members = {at: self._parameters[at] for at, own in enumerate(whole._group_of) if own == index}
-            rows = buckets(members, bucket_bytes, lcm(_MULTIPLE, group.size))
-            parts = [Parameter(self._own(row.packed(masters))) for row in rows]
+        self.parts: list[Tensor] = []  # this rank's, of rows
+        given = dict(enumerate(self._parameters))
+        layout = buckets_of_groups(given, whole._group_of, bucket_bytes, lcm(MULTIPLE, group.size))
+        for settings, rows in zip(whole.param_groups, layout, strict=True):
+            own = [self._own(row.packed(masters)) for row in rows]
+            parts = [Parameter(part) for part in gathered_as(own, float32, whole._device)]  # no slices
             self.rows += rows
-            self._parts += parts
-            given = {name: settings[name] for name in settings if name != "initial_lr"}
-            groups.append({**given, "params": parts})
+            self.parts += parts
+            known = {name: settings[name] for name in settings if name != "initial_lr"}
+            groups.append({**known, "params": parts})
         self.inner = type(whole)(groups, clip_norm=whole.clip_norm)  # type: ignore[call-arg]
         for name in whole._varied:
             self.inner.vary(name)
+        for old, new in zip(whole.param_groups, self.inner.param_groups, strict=True):
+            vars(old).update(vars(new), _more=old._more)  # schedulers have set initial_lr
+        self.inner.param_groups = whole.param_groups
         self.inner.exchange = dict  # so that a step outside of jit, which exchanges norms, is recorded anew
         whole._state.clear()
         whole._masters.clear()
@@ -68,16 +80,15 @@ class ShardedOptimizer:
 
     def step(self, sums: Sequence[Tensor], links: Chain) -> None:
         """Update from sums of gradients, a row for each bucket or only this rank's part of it."""
-        for part, row in zip(self._parts, sums, strict=True):
+        for part, row in zip(self.parts, sums, strict=True):
             part.grad = row if row.shape == part.shape else self._own(row)
         self.inner.norm = lambda grads: self._norm(grads, links)  # type: ignore[method-assign]
         self.inner.step()
-        self.publish(links)
 
     def publish(self, links: Chain) -> None:
         """Give the parameters the values of all ranks' parts."""
         with no_grad():
-            for bucket, part in zip(self.rows, self._parts, strict=True):
+            for bucket, part in zip(self.rows, self.parts, strict=True):
                 first = self._parameters[bucket.positions[0]]
                 (row,) = links.apply_all("all_gather", [astype(part.detach(), first.dtype)])
                 for at, value in bucket.unpacked(row).items():
@@ -87,11 +98,7 @@ class ShardedOptimizer:
         """The norm of the gradients of all ranks, summed in the same order on any number of them."""
         size = self._group.size
         own = self._pieces // size
-        sums: list[Tensor] = []
-        for grad in grads:
-            length = grad.size // own
-            pieces = [grad[number * length : (number + 1) * length] for number in range(own)]
-            sums += [reshape(sum_(multiply(piece, piece)), (1,)) for piece in pieces]
+        sums = [part for grad in grads for part in squares(grad, own)]
         (row,) = links.apply_all("all_gather", [concat(sums)])
         joined = reshape(row, (size, len(grads), own))
         return sqrt(sum_(reshape(permute_dims(joined, (1, 0, 2)), (-1,))))
@@ -103,10 +110,11 @@ class ShardedOptimizer:
         state = self.inner.state_dict()
         result: Arrays = {}
         for name in self.inner._state:
-            result |= self._whole(name, [state.pop(f"{name}.{at}") for at in range(len(self.rows))])
+            whole = self._whole([state.pop(f"{name}.{at}") for at in range(len(self.rows))])
+            result |= {f"{name}.{at}": array for at, array in whole.items()}
         narrow = [at for at, tensor in enumerate(self._parameters) if tensor.dtype != float32]
-        masters = self._whole("master", [part.numpy() for part in self._parts]) if narrow else {}
-        result |= {f"master.{at}": masters[f"master.{at}"] for at in narrow}
+        masters = self._whole([part.numpy() for part in self.parts]) if narrow else {}
+        result |= {f"master.{at}": masters[at] for at in narrow}
         row_of = {at: number for number, row in enumerate(self.rows) for at in row.positions}
         for name in self._counts():
             counts = state.pop(name)
@@ -128,21 +136,37 @@ class ShardedOptimizer:
             table = np.broadcast_to(known.pop(name), len(self._parameters))
             inner[name] = np.array([table[row.positions[0]] for row in self.rows])
         self.inner.load_state_dict({**inner, **known})
-        for part, array in zip(self._parts, self._cut(values), strict=True):
+        for part, array in zip(self.parts, self._cut(values), strict=True):
             part._become(from_numpy(array, part.device)._node)
+
+    def whole_values(self) -> dict[int, npt.NDArray[Any]]:
+        """The values of all parameters, by position."""
+        dtypes = [self._parameters[row.positions[0]].dtype for row in self.rows]
+        parts = zip(self.parts, dtypes, strict=True)
+        return self._whole([astype(part.detach(), dtype).numpy() for part, dtype in parts])
+
+    def take(self, values: Mapping[int, npt.NDArray[Any]]) -> None:
+        """Take other values of some parameters, which all ranks give."""
+        if not values:
+            return
+        shapes = {at: shape for row in self.rows for at, shape in zip(row.positions, row.shapes, strict=True)}
+        new = {at: values.get(at, np.zeros(shape, np.float32)) for at, shape in shapes.items()}
+        given = {at: np.full(shape, at in values, np.float32) for at, shape in shapes.items()}
+        for part, array, mask in zip(self.parts, self._cut(new), self._cut(given), strict=True):
+            part._become(from_numpy(np.where(mask > 0, array, part.numpy()), part.device)._node)
 
     def _counts(self) -> Sequence[str]:
         return () if self.inner._counted is None else self.inner._counted.names
 
-    def _whole(self, name: str, parts: Sequence[npt.NDArray[Any]]) -> Arrays:
+    def _whole(self, parts: Sequence[npt.NDArray[Any]]) -> dict[int, npt.NDArray[Any]]:
         """Arrays of all parameters from this rank's parts of rows, and those of the others."""
-        result: Arrays = {}
+        result: dict[int, npt.NDArray[Any]] = {}
         for bucket, part in zip(self.rows, parts, strict=True):
             row = self._group.run("all_gather", part)
             start = 0
             for at, shape in zip(bucket.positions, bucket.shapes, strict=True):
                 end = start + int(np.prod(shape, dtype=np.int64))
-                result[f"{name}.{at}"] = row[start:end].reshape(shape)
+                result[at] = row[start:end].reshape(shape)
                 start = end
         return result
 

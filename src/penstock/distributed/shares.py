@@ -38,8 +38,11 @@ class Means:
 class PendingMeans:
     """Means that ranks are exchanging."""
 
-    def __init__(self, job: Job, names: Sequence[str], sizes: Sequence[Sequence[int]], notes: int) -> None:
+    def __init__(
+        self, job: Job, names: Sequence[str], sizes: Sequence[Sequence[int]], notes: int, in_turn: bool
+    ) -> None:
         self._job, self._names, self._sizes, self._notes = job, names, sizes, notes
+        self._in_turn = in_turn
 
     def is_ready(self) -> bool:
         """Whether `wait` would return at once."""
@@ -49,7 +52,10 @@ class PendingMeans:
         """The means; waits for the other ranks."""
         rows = self._job.wait().reshape(self._job.size, -1)
         notes = rows[:, : self._notes].tolist()
-        table = rows[:, self._notes :].reshape(-1, len(self._names))  # a line for each part of a batch
+        table = rows[:, self._notes :]
+        if self._in_turn:
+            table = table.reshape(self._job.size, len(self._sizes) // self._job.size, -1).swapaxes(0, 1)
+        table = table.reshape(-1, len(self._names))  # a line for each part of a batch
         weights = [size for parts in self._sizes for size in parts]
         means = {
             name: float(np.average(table[:, at], weights=weights)) for at, name in enumerate(self._names)
@@ -58,14 +64,19 @@ class PendingMeans:
 
 
 def means(
-    group: Communicator, values: Sequence[Values], sizes: Sequence[Sequence[int]], notes: Sequence[float] = ()
+    group: Communicator,
+    values: Sequence[Values],
+    sizes: Sequence[Sequence[int]],
+    notes: Sequence[float] = (),
+    in_turn: bool = False,
 ) -> PendingMeans:
     """Begin to exchange the values of this rank's parts of batches, in order: by shard, and in it by batch.
 
-    `sizes` has the samples of the parts of all ranks. `notes` are numbers of the rank itself.
+    `sizes` has the samples of the parts of all ranks. `notes` are numbers of the rank itself. `in_turn`: each
+    rank has every so manieth shard, and not neighbours.
     """
     source = _Numbers(values, notes)
-    return PendingMeans(group.submit("all_gather", source), list(values[0]), sizes, len(notes))
+    return PendingMeans(group.submit("all_gather", source), list(values[0]), sizes, len(notes), in_turn)
 
 
 class _Numbers:

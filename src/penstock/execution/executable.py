@@ -274,7 +274,7 @@ class Executable:
         """Compute a node by NumPy, on the memory of its inputs and result."""
         (node,) = step.group.nodes
         target, *sources = step.locations
-        if node.primitive.collective == "start":
+        if node.primitive.collective in ("start", "fetch"):
             self._exchanges[node] = self._start(node, sources[0], buffers)
             return
         if node.primitive.collective == "wait":

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import count
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -26,7 +26,7 @@ def _started(*inputs: Node, group: Communicator) -> tuple[Shape, DType]:
     return (), int32
 
 
-def _row(operation: Operation) -> Primitive:
+def _row(operation: Operation, when: Literal["start", "fetch"] = "start") -> Primitive:
     def reference(x: Array, *token: Array, group: Communicator) -> Array:
         number = next(_numbers) % (1 << 31)
         _jobs[number] = group.submit(operation, Given(x.copy()))  # its memory may be used for others soon
@@ -39,7 +39,7 @@ def _row(operation: Operation) -> Primitive:
         reference,
         stop_gradient=True,
         as_stored=True,
-        collective="start",
+        collective=when,
     )
 
 
@@ -53,6 +53,7 @@ _OPERATIONS: tuple[Operation, ...] = (
     "tree_scatter",
 )
 _ROWS = {name: _row(name) for name in _OPERATIONS}
+_FETCH = _row("all_gather", "fetch")
 WAIT = Primitive(
     "wait",
     Kind.HOST,
@@ -64,10 +65,16 @@ WAIT = Primitive(
 )
 
 
-def collective(operation: Operation, row: Node, group: Communicator, after: Node | None) -> tuple[Node, Node]:
-    """The result of a collective on a row, and the token that the next takes as `after`."""
-    shape = result_shape(operation, group.size, row.size)
-    token = Node(_ROWS[operation], (row,) if after is None else (row, after), {"group": group})
+def collective(
+    operation: Operation | Literal["fetch"], row: Node, group: Communicator, after: Node | None
+) -> tuple[Node, Node]:
+    """The result of a collective on a row, and the token that the next takes as `after`.
+
+    A fetch is an all-gather that waits for its turn, so that few results are there at a time.
+    """
+    primitive = _FETCH if operation == "fetch" else _ROWS[operation]
+    shape = result_shape("all_gather" if operation == "fetch" else operation, group.size, row.size)
+    token = Node(primitive, (row,) if after is None else (row, after), {"group": group})
     return Node(WAIT, (token,), {"shape": shape, "dtype": row.dtype}), token
 
 

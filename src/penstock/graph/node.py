@@ -92,7 +92,9 @@ class Primitive:
     combine: str = ""  # of reductions and scans: the elementwise primitive that combines two items
     transient: bool = False  # made for a single node and may hold values, so no cache may keep it
     reads_packed: bool = False  # it unpacks a matrix, and reads operands as they lie in memory
-    collective: Literal["", "start", "wait"] = ""  # starts an exchange between ranks, or waits for its result
+    # Starts an exchange between ranks, or waits for its result; a fetch is a start that comes in time for the
+    # use of its result, and not as early as possible.
+    collective: Literal["", "start", "fetch", "wait"] = ""
     refuses: str = ""  # why it has no gradient; `backward` raises this if a gradient arrives here
 
     @cached_property

@@ -12,10 +12,17 @@ def overlapped(
     steps: Sequence[Work],
     kept: frozenset[int],
     starts: Collection[int],
+    fetches: Collection[int],
     waits: Collection[int],
 ) -> list[int]:
-    """The same steps in another order; `kept` are values that are no temporaries."""
-    return waits_late(starts_early(order, steps, kept, starts), steps, waits)
+    """The same steps in another order; `kept` are values that are no temporaries.
+
+    What is fetched comes in time for its use (see `in_time`).
+    """
+    fetched = {value for number in fetches for value in steps[number].writes}
+    late = {number for number in waits if fetched.isdisjoint(steps[number].reads)}
+    order = waits_late(starts_early(order, steps, kept, starts), steps, late)
+    return in_time(order, steps, fetches, waits)
 
 
 def starts_early(
@@ -58,3 +65,36 @@ def waits_late(order: Sequence[int], steps: Sequence[Work], waits: Collection[in
         phases[number] = phase + (number in waits)
         written.update(dict.fromkeys(steps[number].writes, phases[number]))
     return sorted(order, key=phases.__getitem__)
+
+
+def in_time(
+    order: Sequence[int], steps: Sequence[Work], fetches: Collection[int], waits: Collection[int]
+) -> list[int]:
+    """The same order, but each fetch starts just before the one before it is needed, and is waited for late.
+
+    So there is time for it, and few results are there at once: those in use, and the next.
+    """
+    if not fetches:
+        return list(order)
+    place = {number: at for at, number in enumerate(order)}
+    readers: dict[int, list[int]] = {}
+    for number in order:
+        for value in steps[number].reads:
+            readers.setdefault(value, []).append(number)
+    # The step that each comes before; and of what comes before the same step, fetches are first.
+    key = {number: (at, 2) for number, at in place.items()}
+    needed = -1  # the step that needs what was fetched before
+    for fetch in order:
+        if fetch not in fetches:
+            continue
+        key[fetch] = needed, 0
+        for wait in (number for value in steps[fetch].writes for number in readers.get(value, ())):
+            if wait in waits:
+                uses = [place[number] for value in steps[wait].writes for number in readers.get(value, ())]
+                needed = min(uses, default=place[wait])
+                key[wait] = needed, 1
+    for number in reversed(order):  # nothing comes after what needs it
+        for value in steps[number].writes:
+            for reader in readers.get(value, ()):
+                key[number] = min(key[number], key[reader])
+    return sorted(order, key=key.__getitem__)

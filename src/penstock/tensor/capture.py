@@ -33,6 +33,9 @@ class Capture(Protocol):
     def still_at(self, tensor: Tensor, node: Node) -> bool:
         """Whether a tensor had this node before the call, and the function has not changed it since."""
 
+    def forget(self, tensor: Tensor) -> None:
+        """Have the next use of a tensor from outside make its value anew (see `MadeInside`)."""
+
     def assume(self, fact: Callable[[], object]) -> None:
         """Note a fact that the capture depends on: a replay is allowed only while it has the same value."""
 

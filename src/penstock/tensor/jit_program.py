@@ -198,7 +198,7 @@ def _guards(tracing: Tracing, changes: Changes) -> Guards:
         facts=tracing.facts,
         grads=[(item.origin, item.first_grad is None) for item in stand_ins if item.grad_seen],
         kinds=[
-            (item.origin, item.first.shape, item.first.dtype, item.requires_grad, item.ends)
+            (item.origin, item.first.shape, item.first.dtype, item.requires_grad, item.ends, item.made)
             for item in stand_ins
             if item.origin.argument < 0
         ],

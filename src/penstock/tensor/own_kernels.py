@@ -251,6 +251,10 @@ class _Guard:
         """The answer of an enclosing capture."""
         return self._outer is not None and self._outer.still_at(tensor, node)
 
+    def forget(self, tensor: Tensor) -> None:
+        """A kernel changes nothing."""
+        raise KernelError(f"kernel {self._name!r} cannot change a tensor")
+
     def assume(self, fact: Callable[[], object]) -> None:
         """Pass a fact on to an enclosing capture."""
         if self._outer is not None:

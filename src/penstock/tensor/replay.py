@@ -29,7 +29,7 @@ from penstock.tensor.aliasing import Aliasing
 from penstock.tensor.core import Tensor
 from penstock.tensor.index_watch import IndexWatch
 from penstock.tensor.jit_gradients import Differentiable
-from penstock.tensor.tracing import NoValue, Origin, ends_in
+from penstock.tensor.tracing import MadeInside, NoValue, Origin, ends_in
 
 if TYPE_CHECKING:
     from penstock.execution.executable import Executable
@@ -62,8 +62,9 @@ class Guards:
 
     facts: list[tuple[Callable[[], object], object]]  # functions that were called, and their results
     grads: list[tuple[Origin, bool]]  # tensors whose gradient it read, and whether that was None
-    # Of tensors that it used: shape, dtype, whether they require a gradient, and whether they are leaves.
-    kinds: list[tuple[Origin, Shape, DType, bool, bool]]
+    # Of tensors that it used: shape, dtype, whether they require a gradient, whether they are leaves, and
+    # whether it made their values itself.
+    kinds: list[tuple[Origin, Shape, DType, bool, bool, bool]]
     # Arguments, by position, that it also uses as tensors from outside; and the ids of tensors from outside
     # that it matters for (all of them if the function changes tensors).
     aliases: dict[int, Tensor]
@@ -169,12 +170,14 @@ class Captured:
             self._seen[at] = weakref.ref(self._watched[at]._actual_node)
         return True
 
-    def _is(self, tensor: Tensor, shape: Shape, dtype: DType, requires_grad: bool, ends: bool) -> bool:
+    def _is(
+        self, tensor: Tensor, shape: Shape, dtype: DType, requires_grad: bool, ends: bool, made: bool
+    ) -> bool:
         """Whether a tensor is still what it was at the capture."""
         node = tensor._actual_node
         if node.shape != shape or node.dtype is not dtype or tensor.device is not self.device:
             return False
-        if tensor._actual_requires_grad != requires_grad:
+        if tensor._actual_requires_grad != requires_grad or isinstance(node.value, MadeInside) != made:
             return False
         return not requires_grad or ends_in(tensor, node) == ends
 

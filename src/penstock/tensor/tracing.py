@@ -32,6 +32,14 @@ class NoValue:
         raise self.error(self.why)
 
 
+class MadeInside(NoValue):
+    """Replaces a value that only captured functions have, which compute it: `make` records it there."""
+
+    def __init__(self, error: type[Exception], why: str, make: Callable[[], Node]) -> None:
+        super().__init__(error, why)
+        vars(self).update(make=make)
+
+
 # The value of tensors during a capture.
 UNKNOWN = NoValue(
     CaptureError,
@@ -74,6 +82,7 @@ class StandIn:
     first: Node  # the node of its value at the start of a call
     requires_grad: bool
     ends: bool  # whether it is a leaf
+    made: bool  # whether the function makes its value (see `MadeInside`)
     first_grad: Tensor | None = (
         None  # the stand-in of its gradient at the start, once the function has read that
     )
@@ -155,6 +164,10 @@ class Tracing:
         self._assume_node(known.actual, node)
         return True
 
+    def forget(self, tensor: Tensor) -> None:
+        """Have the next use of a tensor from outside make its value anew (see `MadeInside`)."""
+        self._here.pop(id(tensor), None)
+
     def assume(self, fact: Callable[[], object]) -> None:
         """Note a fact outside that is no tensor, and its present value."""
         self.facts.append((fact, fact()))
@@ -215,17 +228,18 @@ class Tracing:
 
     def _adopted_now(self, actual: Tensor, origin: Origin) -> StandIn:
         node, requires_grad = actual._actual_node, actual._actual_requires_grad
-        first = leaf(UNKNOWN, node.shape, node.dtype)
+        made = isinstance(node.value, MadeInside)
+        first = node.value.make() if made else leaf(UNKNOWN, node.shape, node.dtype)
         ends = requires_grad and ends_in(actual, node)
         if requires_grad and not ends:
             first = self._with_history(actual, node, first, origin)
         tensor = Tensor(first, actual.device, requires_grad)
         if ends:
             ends_at(first, tensor)
-        stand_in = StandIn(tensor, actual, origin, first, requires_grad, ends)
+        stand_in = StandIn(tensor, actual, origin, first, requires_grad, ends, made)
         self._kept.append(actual)
         self._by_tensor[id(tensor)] = self._by_node[first] = stand_in
-        if first.inputs:
+        if first.inputs and not made:
             self._by_node[first.inputs[0]] = stand_in  # the value of copies of the node
         self._here[id(tensor)] = tensor
         self.stand_ins.append(stand_in)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import penstock as ps
 from penstock.distributed import DataParallel
@@ -99,7 +100,8 @@ def parallel(optimizer: Optimizer, config: Config) -> Optimizer:
     setting = config.ranks
     if not setting.shards:
         return optimizer
-    return DataParallel(optimizer, shards=setting.shards, exact=setting.exact, zero=setting.zero)
+    zero: Any = setting.zero
+    return DataParallel(optimizer, shards=setting.shards, exact=setting.exact, zero=zero)
 
 
 def loss_of(model: LanguageModel) -> Callable[[ps.Tensor], ps.Tensor]:

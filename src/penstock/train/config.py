@@ -20,6 +20,7 @@ TOKENIZERS = ("bpe", "bytes", "characters")
 CONTEXT, MOST_CONTEXT = 128, 1024  # what is taken of a GPT, and at most of another model, if none is set
 MOST_LAYERS = 10_000  # each takes Python objects and kernels, however narrow it is
 _WIDEST = 30  # columns of a file of settings before the explanations, but for values that are longer
+_SEVERAL = ("ranks.zero",)  # settings of several types, which check their values themselves
 _MOST_TOKENS = 1 << 22  # the library that trains a tokenizer allocates memory for all of them
 
 
@@ -156,10 +157,15 @@ class RanksConfig:
     )
     exact: bool = setting(True, "the number of devices changes no bit; false: sums in the engine's order")
 
-    zero: int = setting(0, "1: each device keeps a part of the optimizer's state; 2: and of gradients")
+    zero: int | str = setting(
+        "auto",
+        "1: each device keeps a part of the optimizer's state; 2: and of gradients; 3: and of parameters; "
+        "auto: the least that the memory budget allows, 0 without one",
+    )
 
     def __post_init__(self) -> None:
-        _check(self.zero in (0, 1, 2), "ranks.zero", self.zero, "0, 1 or 2")
+        known = self.zero in (0, 1, 2, 3, "auto") and not isinstance(self.zero, bool)
+        _check(known, "ranks.zero", self.zero, "0, 1, 2, 3 or auto")
         powers = self.shards & (self.shards - 1) == 0 and 0 <= self.shards <= 128
         _check(powers, "ranks.shards", self.shards, "0 or a power of 2 up to 128")
 
@@ -230,6 +236,8 @@ def _known(name: str, part: Any, unknown: str, known: str) -> None:
 def _of_kind(name: str, value: object, now: object) -> object:
     """The value, checked to have the type of the present value."""
     kind = type(now)
+    if name in _SEVERAL:
+        return value
     if type(value) is int and abs(value) >= 1 << 64:
         raise SettingError(f"{name} is less than 2**64, and {shown(value)} was given")
     if kind is float and type(value) is int:

@@ -8,13 +8,16 @@ from typing import Literal
 import numpy as np
 
 import penstock as ps
+from penstock.collectives.communicator import Communicator
+from penstock.collectives.engine import AbsentRanks
+from penstock.collectives.world import as_rank
 from penstock.data import ByteTokenizer, CharTokenizer, find_text, python_sources
 from penstock.data.prefetch import DEPTH
 from penstock.errors import SettingError
 from penstock.execution.memory_plan import MemoryPlan
 from penstock.formatting import format_bytes
 from penstock.train.bases import load_base
-from penstock.train.building import build_model, loss_of, make_optimizer
+from penstock.train.building import build_model, loss_of, make_optimizer, parallel
 from penstock.train.config import Config
 from penstock.train.scaling import Scaling, parse_rate, predicted
 from penstock.train.stepping import training_step
@@ -33,7 +36,7 @@ def plan_step(config: Config) -> MemoryPlan:
     else:
         model = build_model(config, _vocabulary(config))
         model.to(getattr(ps, config.model.precision))
-    step = training_step(loss_of(model), make_optimizer(model, config))
+    step = training_step(loss_of(model), parallel(make_optimizer(model, config), config))
     batch, accumulate = config.data.batch, config.optimizer.accumulate
     empty = np.zeros((batch, config.model.context + 1), np.int32)
     waiting = 1 + DEPTH + config.run.evaluate_batches  # one more is read ahead
@@ -47,11 +50,16 @@ def plan_ranks(config: Config, ranks: int, link: str) -> Scaling:
     if ranks < 1 or config.data.batch % ranks:
         raise SettingError(f"{ranks} ranks do not divide a batch of {config.data.batch}; set data.batch")
     rate = parse_rate(link)
-    own = config.changed({"data": {"batch": config.data.batch // ranks}})
+    batch = config.data.batch // ranks
     model = build_model(config, _vocabulary(config))
     parameters = sum(tensor.size for tensor in model.parameters())
-    narrow = config.model.precision != "float32"
-    return predicted(plan_step(own), own.data.batch, parameters, narrow, ranks, rate)
+    del model
+    plans: dict[int, MemoryPlan] = {}
+    for stage in range(4 if config.model.precision != "float16" else 1):
+        setting = {"data": {"batch": batch}, "ranks": {"shards": 1, "exact": False, "zero": stage}}
+        with as_rank(Communicator(AbsentRanks(ranks))):
+            plans[stage] = plan_step(config.changed(setting))
+    return predicted(plans, batch, parameters, ranks, rate)
 
 
 def largest_fit(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ from penstock.errors import SettingError
 from penstock.nn.module import Module
 from penstock.optim.optimizer import Optimizer
 from penstock.tensor.core import Tensor
-from penstock.train.feed import Batch, samples_in
+from penstock.train.feed import Batch, samples_in, uploaded
 from penstock.train.metrics import Traffic
 
 Evaluated = dict[str, float] | None
@@ -79,13 +80,36 @@ class Ranks:
         self._stop = 0  # the signal that another rank, or this one, has told of
         self._last_step: int | None = None  # after which all ranks stop
         self._before: Sequence[Sequence[float]] = ()  # what ranks had waited and sent before
+        self._choose: Callable[[Any], None] | None = None  # what the first batch is needed for
+
+    def plan(self, step: Callable[..., Any], accumulate: int, own: bool, say: Callable[[str], None]) -> None:
+        """With zero="auto", have the first batch choose the stage of sharding for a step; see `train`."""
+        parallel = self._parallel
+        if parallel is None:
+            return
+
+        def choose(batch: Any) -> None:
+            part = part_of(batch, 0, parallel.shards)
+            size, total = samples_in(part), accumulate * samples_in(batch)
+            with parallel.sharing(*((size, total) if own else (1, 1))):
+                chosen = parallel.choose(step, uploaded(part, parallel.device), size, total, True, True)
+            if chosen:
+                say(chosen)
+
+        self._choose = choose
 
     def split(self, batch: Any) -> list[Any]:
         """The parts of a global batch that this rank computes."""
         if self._parallel is None:
             return [batch]
-        first, count = self.group.rank * self._parallel.own_shards, self._parallel.own_shards
-        return [part_of(batch, number, self._parallel.shards) for number in range(first, first + count)]
+        if self._choose is not None:
+            choose, self._choose = self._choose, None
+            choose(batch)
+        return [part_of(batch, number, self._parallel.shards) for number in self._parallel.own_numbers]
+
+    def whole(self, device: str | None = None) -> AbstractContextManager[None]:
+        """A block, which all ranks enter, in which the model's parameters are whole: see `gathered`."""
+        return nullcontext() if self._parallel is None else self._parallel.gathered(device)
 
     def train(self, step: Callable[..., Any], batches: Sequence[Batch], own: bool) -> Pending:
         """Submit a step on this rank's parts of some batches whose gradients are added.
@@ -113,7 +137,7 @@ class Ranks:
         why = (int(stop) if isinstance(stop, signal.Signals) else _BY_ITSELF) if stop else 0
         traffic = self.group.traffic
         notes = [float(why), traffic.waited_seconds, float(traffic.sent_bytes)]
-        return means(self.group, values, parts, notes)
+        return means(self.group, values, parts, notes, self._parallel.zero == 3)
 
     def evaluate(self, values_of: Callable[[Any], Mapping[str, Tensor]], batches: Iterable[Any]) -> Evaluated:
         """The means of the values of batches, which ranks compute in turn; None if there is no batch."""
@@ -126,6 +150,9 @@ class Ranks:
                 own.append({name: value.numpy_async() for name, value in results.items()})
         if not sizes:
             return None
+        rest = len(sizes) % self.group.size
+        if self._parallel is not None and self._parallel.zero == 3 and 0 < rest <= self.group.rank:
+            values_of(batch)  # all ranks gather parameters together, so that all compute a batch
         rows = [_read(values) for values in own]
         if self.group.size == 1:
             return _means(rows, sizes)

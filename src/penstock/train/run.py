@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +91,18 @@ class Run:
         """The file of the best checkpoint; None if there was no evaluation."""
         return checkpoints.best_of(self.folder)
 
+    def whole(self) -> AbstractContextManager[None]:
+        """A block, which all ranks enter, in which the model's parameters are whole on their device."""
+        return self._ranks.whole()
+
     def load_best(self) -> int:
         """Load the weights of the best checkpoint into the model; the step that it is of."""
         path = self.best_checkpoint
         if path is None:
             raise CheckpointError(f"{self.folder} has no checkpoint with an evaluation")
         best = checkpoints.load(path)
-        self._load_model_state(best.model)
+        with self._ranks.whole("host"):
+            self._load_model_state(best.model)
         self._opened = False  # another `fit` goes on from the last checkpoint
         return best.step
 
@@ -132,7 +138,8 @@ class Run:
     # Checkpoints
 
     def _save(self, validation: float | None, score: float | None = None) -> None:
-        model = self._model_state()
+        with self._ranks.whole("host"):
+            model = self._model_state()
         for name, array in model.items():
             if array.size and array.dtype.kind not in "biu":
                 self._check(float(np.abs(array.astype(np.float32)).max()), f"largest of {name}", self.step)
@@ -228,10 +235,11 @@ class Run:
         raise CheckpointError(problems[0] + self._otherwise)
 
     def _load(self, checkpoint: Checkpoint) -> None:
-        self._load_model_state(checkpoint.model)
-        states = _parted(checkpoint.optimizer, len(self.optimizers))
-        for optimizer, state in zip(self.optimizers, states, strict=True):
-            optimizer.load_state_dict(state)
+        with self._ranks.whole("host"):
+            self._load_model_state(checkpoint.model)
+            states = _parted(checkpoint.optimizer, len(self.optimizers))
+            for optimizer, state in zip(self.optimizers, states, strict=True):
+                optimizer.load_state_dict(state)
         self._load_state(checkpoint)
         ps.random.set_state(checkpoint.generator)
         self.step, self._seconds = checkpoint.step, checkpoint.seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.errors import SettingError
@@ -14,7 +15,6 @@ _PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _MESSAGE = 5e-6  # seconds until a message begins to arrive, on a usual interconnect
 _BACKWARD = 2 / 3  # of a step, in which gradients are exchanged
 _BUCKET = 4 << 20  # bytes, as DataParallel has them: the last is exchanged when all is computed
-_STATE = 8  # bytes of AdamW's moments for each parameter, and 4 of a master
 
 
 def parse_rate(text: str) -> float:
@@ -69,12 +69,14 @@ class Scaling:
 
 
 def predicted(
-    plan: MemoryPlan, batch: int, parameters: int, narrow: bool, ranks: int, link: float
+    plans: Mapping[int, MemoryPlan], batch: int, parameters: int, ranks: int, link: float
 ) -> Scaling:
-    """The step of ranks that each take what a plan says for a batch.
+    """The step of ranks that each take what the plan of a stage of sharding says for a batch.
 
-    Gradients go along the link once to be summed and once back, in float32.
+    Gradients go along the link once to be summed and once back, in float32. The time is that of stages up to
+    2: with zero=3, parameters go along it once more.
     """
+    plan = plans[0]
     if plan.step_seconds is None:
         raise SettingError(f"the rates of {plan.device} are not known, so that no time can be predicted")
     compute = plan.step_seconds[0]
@@ -83,7 +85,5 @@ def predicted(
     messages = 2 * (ranks - 1) * buckets
     exchange = messages * _MESSAGE + sent / link if ranks > 1 else 0.0
     exposed = max(exchange - _BACKWARD * compute, exchange / buckets) if ranks > 1 else 0.0
-    state = parameters * (_STATE + 4 * narrow)
-    spread = plan.unlimited_bytes - int(state * (ranks - 1) / ranks)
-    memory = {0: plan.unlimited_bytes, 1: spread}
+    memory = {stage: planned.unlimited_bytes for stage, planned in plans.items()}
     return Scaling(ranks, batch, compute, exchange, exposed, sent, memory)

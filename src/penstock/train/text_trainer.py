@@ -214,7 +214,8 @@ class TextTrainer(Trainer):
     def _save(self, validation: float | None, score: float | None = None) -> None:
         super()._save(validation, score)
         if self.config.lora.rank:
-            save_lora(self.model, self.folder)  # so that the run's folder is an adapter's, too
+            with self._ranks.whole("host"):
+                save_lora(self.model, self.folder)  # so that the run's folder is an adapter's, too
 
     def _write_settings(self) -> None:
         super()._write_settings()

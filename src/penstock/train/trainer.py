@@ -200,6 +200,8 @@ class Trainer(Run):
                     self.model.train()
                 self._ends, self.stopped_by, self._reopens = False, None, False
                 self._ranks.begin()
+                assert self._train_step is not None
+                self._ranks.plan(self._train_step, self._accumulate, self._has_own_step, self._view.note)
                 self._call("on_start")
                 total = self._total_steps()
                 if self._is_done():
