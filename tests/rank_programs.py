@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,23 @@ class KillAt(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def kill_while_writing(rank: int, call: int, later: float) -> None:
+    """Kill a rank at a call that opens, renames or removes a file of a checkpoint, or a little later."""
+    calls = itertools.count(1)
+
+    def kill() -> None:
+        time.sleep(later)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def look(event: str, given: tuple[Any, ...]) -> None:
+        names = event in ("open", "os.rename", "os.remove")
+        if names and "checkpoints" in str(given[0]) and next(calls) == call:
+            threading.Thread(target=kill).start() if later else kill()
+
+    if ps.distributed.rank() == rank:
+        sys.addaudithook(look)
+
+
 def trainer(options: dict[str, Any]) -> dict[str, Any]:
     """A run of the trainer in a folder, which may be killed at a step."""
     ps.random.manual_seed(5)
@@ -104,6 +123,8 @@ def trainer(options: dict[str, Any]) -> dict[str, Any]:
     loader = ps.data.Loader(list(zip(*samples, strict=True)), batch=8, shuffle=True, seed=2)
     killed, own = options.pop("killed", 0), options.pop("own", False)
     parallel = options.pop("parallel", {})
+    if "writing" in options:
+        kill_while_writing(**options.pop("writing"))
     optimizer = ps.distributed.DataParallel(
         ps.optim.AdamW(model.parameters(), lr=1e-2, clip_norm=1.0), shards=4, **parallel
     )

@@ -156,6 +156,13 @@ class Communicator:
         own = np.frombuffer(data, np.uint8) if self.rank == 0 else np.zeros(length, np.uint8)
         return self.run("broadcast", own).tobytes()
 
+    def collect(self, data: bytes) -> list[bytes]:
+        """The bytes of every rank, of whatever lengths."""
+        lengths = self.run("all_gather", np.array([len(data)], np.int64)).tolist()
+        own = np.frombuffer(data.ljust(max(lengths)), np.uint8)
+        rows = self.run("all_gather", own).reshape(self.size, -1)
+        return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
+
     @contextmanager
     def patient(self) -> Iterator[None]:
         """Let the others wait as long as this block takes."""

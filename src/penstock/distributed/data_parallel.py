@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy.typing as npt
@@ -13,6 +14,7 @@ from penstock.collectives.world import communicator
 from penstock.config import parse_bytes
 from penstock.distributed.buckets import Bucket, buckets
 from penstock.distributed.collective import Chain, broadcast, chain
+from penstock.distributed.pieces import Piece, own_pieces
 from penstock.distributed.sharding import ShardedOptimizer
 from penstock.distributed.shares import Values, means, part_of
 from penstock.errors import SettingError
@@ -169,6 +171,21 @@ class DataParallel(Optimizer):
     def load_state_dict(self, state: Mapping[str, npt.ArrayLike]) -> None:
         """Restore a `state_dict` of any number of ranks."""
         (self._sharded or self.optimizer).load_state_dict(state)
+
+    def pieces(self, model: Mapping[str, Tensor]) -> Iterator[Piece]:
+        """What this rank writes of the model's tensors and of the state, by names of a checkpoint."""
+        tensors = {f"model.{name}": tensor for name, tensor in model.items()}
+        if self._sharded is not None:
+            for piece in self._sharded.pieces():
+                yield replace(piece, name=f"optimizer.{piece.name}")
+        else:
+            state = {name: tensor for kind in self.optimizer._named() for name, tensor in kind.items()}
+            tensors |= {f"optimizer.{name}": tensor for name, tensor in state.items()}
+        yield from own_pieces(tensors, self._group.rank, self._group.size)
+
+    def common_state(self) -> dict[str, npt.NDArray[Any]]:
+        """The small part of the state that is not in `pieces`, and that every rank has."""
+        return (self._sharded or self.optimizer)._counts_and_rates()
 
     @property
     def lr(self) -> float:

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.collectives.world import communicator
 from penstock.distributed.data_parallel import DataParallel
+from penstock.distributed.pieces import Piece
 from penstock.distributed.shares import Means, Values, means, part_of
 from penstock.errors import SettingError
 from penstock.nn.module import Module
@@ -136,6 +138,17 @@ class Ranks:
         parts = self.group.run("all_gather", table.reshape(-1)).reshape(self.group.size, *table.shape)
         ordered = parts.swapaxes(0, 1).reshape(-1, len(names))[: len(sizes)]
         return _means([dict(zip(names, row.tolist(), strict=True)) for row in ordered], sizes)
+
+    def pieces(self, model: Mapping[str, Tensor]) -> list[Piece] | None:
+        """What this rank writes of a checkpoint, if it does not write all."""
+        if self.group.size == 1 or self._parallel is None:
+            return None
+        return list(self._parallel.pieces(model))
+
+    def common_state(self) -> dict[str, npt.NDArray[Any]]:
+        """The optimizer's state that is not in `pieces`."""
+        assert self._parallel is not None
+        return self._parallel.common_state()
 
     def told(self, notes: Sequence[Sequence[float]], step: int) -> Traffic | None:
         """Take note of what ranks told with a step; what they have exchanged since the step before."""
