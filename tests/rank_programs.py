@@ -117,7 +117,8 @@ def kill_while_writing(rank: int, call: int, later: float) -> None:
 def trainer(options: dict[str, Any]) -> dict[str, Any]:
     """A run of the trainer in a folder, which may be killed at a step."""
     ps.random.manual_seed(5)
-    model = ps.nn.Sequential(ps.nn.Linear(4, 8), ps.nn.Dropout(0.1), ps.nn.Linear(8, 2))
+    norm = [ps.nn.BatchNorm1d(8)] if options.pop("norm", False) else []
+    model = ps.nn.Sequential(ps.nn.Linear(4, 8), *norm, ps.nn.Dropout(0.1), ps.nn.Linear(8, 2))
     rng = np.random.default_rng(1)
     samples = rng.standard_normal((48, 4)).astype(np.float32), rng.integers(0, 2, 48)
     loader = ps.data.Loader(list(zip(*samples, strict=True)), batch=8, shuffle=True, seed=2)
@@ -154,6 +155,7 @@ def trainer(options: dict[str, Any]) -> dict[str, Any]:
         "losses": [line["loss"] for line in metrics],
         "validation": [line["validation_loss"] for line in metrics if "validation_loss" in line],
         "weights": digest(model),
+        "buffers": {name: tensor.tolist() for name, tensor in model.named_buffers()},
     }
 
 

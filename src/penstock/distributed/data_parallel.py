@@ -15,9 +15,11 @@ from penstock.config import parse_bytes
 from penstock.distributed.buckets import Bucket, buckets
 from penstock.distributed.collective import Chain, broadcast, chain
 from penstock.distributed.pieces import Piece, own_pieces
+from penstock.distributed.running import RunningStatistics
 from penstock.distributed.sharding import ShardedOptimizer
 from penstock.distributed.shares import Values, means, part_of
 from penstock.errors import SettingError
+from penstock.nn.functional.normalization import changing
 from penstock.optim.optimizer import Optimizer
 from penstock.stream.future import Future
 from penstock.tensor.capture import capture
@@ -96,6 +98,7 @@ class DataParallel(Optimizer):
         self._take_first()
         self._sharded: ShardedOptimizer | None = None
         self._operation: Operation = "tree_reduce" if exact else "all_reduce"
+        self.statistics = RunningStatistics(self.shards, self._operation, _MOST_SHARDS)
         if zero == 2:
             self._operation = "tree_scatter" if exact else "reduce_scatter"
         if zero:
@@ -240,12 +243,17 @@ class DataParallel(Optimizer):
                 self._is_last = at == self.own_shards - 1
                 self._waiting = self.own_shards.bit_length() - 1 if self._is_last else 0
                 _draw_from(before, (first + at) * _SHARD_BLOCKS)
+                self.statistics.begin(at)
+                changing.set(self.statistics.note)
                 yield first + at
+                changing.set(None)
+                self.statistics.end(at, self._is_last)
                 if not self._is_last:
                     self._keep(at)
             before = {**before, "counter": (before["counter"] + _STEP_BLOCKS) % _SHARD_BLOCKS}
         finally:
             self._is_last, self._waiting = True, 0
+            changing.set(None)
             _draw_from(before, 0)
 
     @contextmanager

@@ -65,13 +65,7 @@ class Ranks:
                 f"{self.group.size} ranks train together with ps.distributed.DataParallel(optimizer), and "
                 f"{' and '.join(type(each).__name__ for each in optimizers)} was given"
             )
-        if self._parallel and any(
-            getattr(each, "running_mean", None) is not None for each in model.modules()
-        ):
-            raise SettingError(
-                "running statistics, as of BatchNorm, would differ between ranks; use GroupNorm, LayerNorm, "
-                "or track_running_stats=False"
-            )
+        self._buffers = dict(model.named_buffers()) if self._parallel else {}
         self.writes = self.group.rank == 0  # the folder of the run
         self.begin()
 
@@ -81,6 +75,7 @@ class Ranks:
         self._stop = 0  # the signal that another rank, or this one, has told of
         self._last_step: int | None = None  # after which all ranks stop
         self._before: Sequence[Sequence[float]] = ()  # what ranks had waited and sent before
+        self._checked = False  # whether the buffers that a step changes are known
 
     def split(self, batch: Any) -> list[Any]:
         """The parts of a global batch that this rank computes."""
@@ -105,17 +100,32 @@ class Ranks:
         parts = [[_part_size(size, number, shards) for size in sizes] for number in range(shards)]
         if not all(size for row in parts for size in row):
             raise SettingError(f"batches of {sizes} samples are too small for {shards} shards")
+        before = {} if self._checked else {name: each.detach() for name, each in self._buffers.items()}
         for leaf, number in enumerate(self._parallel.own()):
             for at, batch in enumerate(batches):
                 size, last = parts[number][at], at == len(batches) - 1
                 with self._parallel.sharing(*((size, sum(sizes)) if own else (1, 1))):
                     results = step(batch.parts[leaf], size, sum(sizes), at == 0, last)
                 values.append({name: value.numpy_async() for name, value in results.items()})
+        self._check_buffers(before)
         stop = self.wish
         why = (int(stop) if isinstance(stop, signal.Signals) else _BY_ITSELF) if stop else 0
         traffic = self.group.traffic
         notes = [float(why), traffic.waited_seconds, float(traffic.sent_bytes)]
         return means(self.group, values, parts, notes)
+
+    def _check_buffers(self, before: Mapping[str, Tensor]) -> None:
+        """Refuse a step that changes buffers in a way of its own: ranks would have different values."""
+        assert self._parallel is not None
+        for name, old in before.items():
+            buffer = self._buffers[name]
+            if buffer._node is not old._node and not self._parallel.statistics.has(buffer):
+                raise SettingError(
+                    f"the step changes {name}, and ranks would have different values of it; only the running "
+                    "statistics of ps.nn's layers become the mean over ranks. Compute it after the step, or "
+                    "use a single device without DataParallel"
+                )
+        self._checked = True
 
     def evaluate(self, values_of: Callable[[Any], Mapping[str, Tensor]], batches: Iterable[Any]) -> Evaluated:
         """The means of the values of batches, which ranks compute in turn; None if there is no batch."""
