@@ -354,6 +354,22 @@ def test_delays_change_nothing() -> None:
             assert other == alone
 
 
+def test_ranks_know_who_is_slow() -> None:
+    def own(device: Device) -> list[float]:
+        run = Trained(device)
+        run.steps(1)
+        with ps.profile() as profile:
+            for _ in range(3):
+                time.sleep(0.1 * (ps.distributed.rank() == 1))
+                run.steps(1)
+        assert "straggler" in {advice.flaw for advice in ps.advise(profile)}
+        return next(each.rank_waits for each in profile.evidence() if each.device == device.name)
+
+    first, second = on_ranks(2, own)
+    assert first == second
+    assert first[0] > 0.1 > first[1]
+
+
 def test_ranks_agree_with_one_step_on_the_whole_batch() -> None:
     """The mean of the shards' gradients is that of the batch, up to rounding."""
     (summed,) = on_ranks(1, lambda device: Trained(device, shards=4).steps(3))

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from penstock.collectives.communicator import Traffic
 from penstock.collectives.world import communicator
 from penstock.distributed.data_parallel import DataParallel
 from penstock.distributed.pieces import Piece
@@ -20,7 +21,7 @@ from penstock.nn.module import Module
 from penstock.optim.optimizer import Optimizer
 from penstock.tensor.core import Tensor
 from penstock.train.feed import Batch, samples_in
-from penstock.train.metrics import Traffic
+from penstock.train.metrics import RankTraffic
 
 Evaluated = dict[str, float] | None
 Stop = signal.Signals | bool | None  # why a run should end: a signal, or a callback's wish
@@ -42,7 +43,7 @@ class _Own:
     sizes: Sequence[int]
 
     def wait(self) -> Means:
-        return Means(_means([_read(batch) for batch in self.values], self.sizes), [])
+        return Means(_means([_read(batch) for batch in self.values], self.sizes), [], [])
 
 
 def _read(values: Values) -> dict[str, float]:
@@ -74,7 +75,7 @@ class Ranks:
         self.wish: Stop = None  # whether this rank wants the run to end
         self._stop = 0  # the signal that another rank, or this one, has told of
         self._last_step: int | None = None  # after which all ranks stop
-        self._before: Sequence[Sequence[float]] = ()  # what ranks had waited and sent before
+        self._before: Sequence[Traffic] = ()  # what each rank had exchanged before
         self._checked = False  # whether the buffers that a step changes are known
 
     def split(self, batch: Any) -> list[Any]:
@@ -110,9 +111,7 @@ class Ranks:
         self._check_buffers(before)
         stop = self.wish
         why = (int(stop) if isinstance(stop, signal.Signals) else _BY_ITSELF) if stop else 0
-        traffic = self.group.traffic
-        notes = [float(why), traffic.waited_seconds, float(traffic.sent_bytes)]
-        return means(self.group, values, parts, notes)
+        return means(self.group, values, parts, [float(why)])
 
     def _check_buffers(self, before: Mapping[str, Tensor]) -> None:
         """Refuse a step that changes buffers in a way of its own: ranks would have different values."""
@@ -160,17 +159,16 @@ class Ranks:
         assert self._parallel is not None
         return self._parallel.common_state()
 
-    def told(self, notes: Sequence[Sequence[float]], step: int) -> Traffic | None:
+    def told(self, means: Means, step: int) -> RankTraffic | None:
         """Take note of what ranks told with a step; what they have exchanged since the step before."""
-        flags = [int(row[0]) for row in notes if row[0]]
+        flags = [int(row[0]) for row in means.notes if row[0]]
         if flags and self._last_step is None:
             # Every rank has read what was told with a step after the next.
             self._stop, self._last_step = max(flags), step + 1
-        before, self._before = self._before or notes, notes
-        if len(notes) < 2:
+        before, self._before = self._before or means.traffic, means.traffic
+        if len(means.traffic) < 2:
             return None
-        since = [[now[at] - then[at] for at in (1, 2)] for now, then in zip(notes, before, strict=True)]
-        return Traffic(tuple(row[0] for row in since), int(sum(row[1] for row in since)))
+        return RankTraffic(tuple([now.since(then) for now, then in zip(means.traffic, before, strict=True)]))
 
     def stops(self, step: int, own: Stop) -> bool:
         """Whether the run ends now, after a step, as this rank or another wants."""
