@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -96,15 +98,35 @@ class KillAt(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def kill_while_writing(rank: int, call: int, later: float) -> None:
+    """Kill a rank at a call that opens, renames or removes a file of a checkpoint, or a little later."""
+    calls = itertools.count(1)
+
+    def kill() -> None:
+        time.sleep(later)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def look(event: str, given: tuple[Any, ...]) -> None:
+        names = event in ("open", "os.rename", "os.remove")
+        if names and "checkpoints" in str(given[0]) and next(calls) == call:
+            threading.Thread(target=kill).start() if later else kill()
+
+    if ps.distributed.rank() == rank:
+        sys.addaudithook(look)
+
+
 def trainer(options: dict[str, Any]) -> dict[str, Any]:
     """A run of the trainer in a folder, which may be killed at a step."""
     ps.random.manual_seed(5)
-    model = ps.nn.Sequential(ps.nn.Linear(4, 8), ps.nn.Dropout(0.1), ps.nn.Linear(8, 2))
+    norm = [ps.nn.BatchNorm1d(8)] if options.pop("norm", False) else []
+    model = ps.nn.Sequential(ps.nn.Linear(4, 8), *norm, ps.nn.Dropout(0.1), ps.nn.Linear(8, 2))
     rng = np.random.default_rng(1)
     samples = rng.standard_normal((48, 4)).astype(np.float32), rng.integers(0, 2, 48)
     loader = ps.data.Loader(list(zip(*samples, strict=True)), batch=8, shuffle=True, seed=2)
     killed, own = options.pop("killed", 0), options.pop("own", False)
     parallel = options.pop("parallel", {})
+    if "writing" in options:
+        kill_while_writing(**options.pop("writing"))
     optimizer = ps.distributed.DataParallel(
         ps.optim.AdamW(model.parameters(), lr=1e-2, clip_norm=1.0), shards=4, **parallel
     )
@@ -134,6 +156,7 @@ def trainer(options: dict[str, Any]) -> dict[str, Any]:
         "losses": [line["loss"] for line in metrics],
         "validation": [line["validation_loss"] for line in metrics if "validation_loss" in line],
         "weights": digest(model, optimizer),
+        "buffers": {name: tensor.tolist() for name, tensor in model.named_buffers()},
     }
 
 

@@ -435,6 +435,19 @@ def test_waits_for_other_ranks() -> None:
     assert names(nothing()) == []
 
 
+def test_ranks_that_others_wait_for() -> None:
+    several = nothing(ranks=4, exchanged_seconds=0.5, waited_for_ranks=0.3, sent_bytes=1 << 20)
+    (finding,) = findings(replace(several, rank_waits=[0.3, 0.28, 0.01, 0.35]))
+    assert (finding.advice.flaw, finding.advice.seconds) == ("straggler", pytest.approx(0.29))
+    assert finding.advice.title == "The other ranks wait for rank 2"
+    both = findings(replace(several, rank_waits=[0.3, 0.28, 0.1, 0.35]))
+    assert [(each.advice.flaw, each.advice.seconds) for each in both] == [
+        ("straggler", pytest.approx(0.2)),
+        ("exposed-exchange", pytest.approx(0.1)),
+    ]
+    assert names(replace(several, rank_waits=[0.3, 0.3, 0.3, 0.3])) == ["exposed-exchange"]
+
+
 def test_one_line_has_one_flaw_the_cause_before_what_follows() -> None:
     back = Transfers("a.py:2", "tensor/creation.py:asarray", "float32", calls=20, nbytes=10**7, returned=20)
     back = replace(back, returned_seconds=0.2, source="a.py:1")

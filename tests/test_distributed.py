@@ -355,6 +355,22 @@ def test_delays_change_nothing() -> None:
             assert other == alone
 
 
+def test_ranks_know_who_is_slow() -> None:
+    def own(device: Device) -> list[float]:
+        run = Trained(device)
+        run.steps(1)
+        with ps.profile() as profile:
+            for _ in range(3):
+                time.sleep(0.1 * (ps.distributed.rank() == 1))
+                run.steps(1)
+        assert "straggler" in {advice.flaw for advice in ps.advise(profile)}
+        return next(each.rank_waits for each in profile.evidence() if each.device == device.name)
+
+    first, second = on_ranks(2, own)
+    assert first == second
+    assert first[0] > 0.1 > first[1]
+
+
 def test_ranks_agree_with_one_step_on_the_whole_batch() -> None:
     """The mean of the shards' gradients is that of the batch, up to rounding."""
     (summed,) = on_ranks(1, lambda device: Trained(device, shards=4).steps(3))
@@ -470,14 +486,18 @@ def test_devices_of_a_command(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "penstock", "train"]
     several = [*command, *given, "--steps", "100000", "--checkpoint-every", "5", "--devices", "2"]
     with subprocess.Popen(several, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as running:
-        until(lambda: list(folder.glob("checkpoints/*")))
+        until(lambda: list(folder.glob("checkpoints/step-*")))
         below = psutil.Process(running.pid).children(recursive=True)
         ranks = [process for process in below if process.cmdline()[1:3] == ["-m", "penstock"]]
         ranks[-1].kill()
         _, said = running.communicate(timeout=120)
     assert running.returncode == 1
     assert f"(process {ranks[-1].pid}) died" in said
-    steps = 5 + max(int(path.stem.removeprefix("step-")) for path in folder.glob("checkpoints/*"))
+    last, problems = ps.train.load_last(folder)
+    assert not problems
+    weights = ps.models.load(folder).state_dict()  # as generate, eval and export do
+    assert all(np.array_equal(weights[name], last.model[name]) for name in last.model)
+    steps = 5 + last.step
     more = [*command, "--resume", str(folder), "--steps", str(steps)]
     assert subprocess.run(more, capture_output=True, timeout=120, check=False).returncode == 0
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

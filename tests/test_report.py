@@ -178,6 +178,26 @@ def test_a_page_has_a_section_for_each_tab() -> None:
     assert page.count("circle", role="button") == 2
 
 
+def test_a_run_of_several_ranks_has_a_section_for_them() -> None:
+    values = {
+        "longest_rank_wait": 0.06,
+        "shortest_rank_wait": 0.02,
+        "sent_bytes": 3 << 20,
+        "hidden_exchange": 0.6,
+        "rank_0_wait": 0.02,
+        "rank_0_sent": 1 << 20,
+        "rank_0_hidden": 0.8,
+        "rank_1_wait": 0.06,
+        "rank_1_sent": 2 << 20,
+    }
+    run = a_run()
+    curves = {**run.curves, **{name: [(1.0, value), (2.0, value)] for name, value in values.items()}}
+    page = checked(render("a run", replace(run, curves=curves), None))
+    for part in ("Waiting for other ranks", "Exchanges hidden", "rank 1", "60 ms", "2.0 MiB", "80%"):
+        assert part in page.text
+    assert "Waiting for other ranks" not in checked(render("a run", run, None)).text
+
+
 def test_what_comes_from_users_is_escaped() -> None:
     bad = ATTACK
     run = Run(3, a_run().curves, {bad: {bad: bad}}, bad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from rich.console import Console
 from safetensors.numpy import save_file
 
 import penstock as ps
+from penstock.collectives.communicator import Traffic
 from penstock.data.text import silent
 from penstock.errors import CheckpointError, SettingError
 from penstock.measuring import ceilings
@@ -36,7 +38,7 @@ from penstock.train import (
 )
 from penstock.train import checkpoint as checkpoints
 from penstock.train.loading import stream_text
-from penstock.train.metrics import Curve, MetricsLog
+from penstock.train.metrics import Curve, MetricsLog, RankTraffic, is_of_ranks
 from penstock.train.view import LiveView, PlainView
 
 TEXT = "the quick brown fox jumps over the lazy dog; the early bird catches the worm.\n" * 60
@@ -485,6 +487,37 @@ def test_curves_stay_short_and_keep_the_mean() -> None:
     assert [step for step, _ in curve.points] == sorted(step for step, _ in curve.points)
     curve.add(1 << 15, 9.0)
     assert curve.shown() == [*curve.points, (1 << 15, 9.0)]  # the last value is never left out
+
+
+def test_views_show_what_ranks_exchanged() -> None:
+    ranks = (Traffic(4, 1 << 20, 0.1, 0.02), Traffic(4, 2 << 20, 0.1, 0.06))
+    several = replace(metrics(1), traffic=RankTraffic(ranks))
+    named = several.named()
+    assert {name: named[name] for name in named if is_of_ranks(name)} == {
+        "longest_rank_wait": 0.06,
+        "shortest_rank_wait": 0.02,
+        "sent_bytes": 3 << 20,
+        "hidden_exchange": pytest.approx(0.6),
+        "rank_0_wait": 0.02,
+        "rank_0_sent": 1 << 20,
+        "rank_0_hidden": pytest.approx(0.8),
+        "rank_1_wait": 0.06,
+        "rank_1_sent": 2 << 20,
+        "rank_1_hidden": pytest.approx(0.4),
+    }
+    assert len(RankTraffic(ranks * 16).named()) == 4
+    summary = "2 ranks waited 20 to 60 ms (rank 0 the least), 3.0 MiB sent, 60% of exchanges hidden"
+    for view, parts in (
+        (PlainView, [summary]),
+        (LiveView, [summary, "rank 0: waited 20.0 ms, 1.0 MiB sent, 80% hidden"]),
+    ):
+        console = Console(record=True, width=200, force_terminal=view is LiveView, file=io.StringIO())
+        shown = view(console)
+        shown.start(0, 1, 0.0)
+        shown.show(several)
+        shown.stop()
+        text = console.export_text()
+        assert all(part in text for part in parts)
 
 
 @pytest.mark.parametrize("view", [PlainView, LiveView])

@@ -29,6 +29,7 @@ RULES: tuple[Rule, ...] = (
     moving.hidden_waits,
     computing.small_batches,
     moving.late_data,
+    moving.stragglers,
     moving.exposed_exchanges,
     computing.half_precision,
     holding.growing_memory,

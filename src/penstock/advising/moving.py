@@ -110,20 +110,42 @@ def late_data(evidence: Evidence) -> Iterator[Finding]:
             )
 
 
+def stragglers(evidence: Evidence) -> Iterator[Finding]:
+    """Ranks wait for the slowest, which waits least itself."""
+    waits = evidence.rank_waits
+    if len(waits) < 2:
+        return
+    slow = waits.index(min(waits))
+    others = sorted(wait for rank, wait in enumerate(waits) if rank != slow)
+    saved = others[len(others) // 2] - waits[slow]
+    if saved >= LEAST_TIME * evidence.working_seconds:
+        yield finding(
+            "straggler",
+            f"The other ranks wait for rank {slow}",
+            f"rank {slow} waited {format_seconds(waits[slow])} for the others, and they "
+            f"{format_seconds(others[0])} to {format_seconds(others[-1])} for it",
+            "(slow rank)",
+            f"look at the machine of rank {slow}: another program, fewer cores, a slower device, link or "
+            "disk. Ranks share a batch evenly, so the slowest sets the pace",
+            of_time(saved, evidence.working_seconds),
+            saved,
+        )
+
+
 def exposed_exchanges(evidence: Evidence) -> Iterator[Finding]:
-    """Ranks wait for each other, or for bytes on their way, while they could compute."""
-    waited = evidence.waited_for_ranks
+    """Ranks wait for bytes on their way, while they could compute: also the last, which waits for nobody."""
+    waited = min([evidence.waited_for_ranks, *evidence.rank_waits])
     if evidence.ranks > 1 and waited >= LEAST_TIME * evidence.working_seconds:
+        every = " even of the rank that waited least" if evidence.rank_waits else ""
         yield finding(
             "exposed-exchange",
-            "The program waits for other ranks",
+            "The program waits for exchanges between ranks",
             f"exchanges of {format_bytes(evidence.sent_bytes)} with {evidence.ranks - 1} other ranks took "
-            f"{format_seconds(evidence.exchanged_seconds)}, and the program waited "
+            f"{format_seconds(evidence.exchanged_seconds)}, and the program{every} waited "
             f"{format_seconds(waited)} of that",
             "(ranks)",
             "give each rank more to compute between exchanges: a larger batch, or more of them for a step "
-            "(accumulate). If other ranks wait less, one of them is slow: in metrics.jsonl, the rank whose "
-            "rank_N_wait is least is the one that the others wait for",
+            "(accumulate); or smaller buckets, which are sent earlier",
             of_time(waited, evidence.working_seconds),
             waited,
         )

@@ -48,6 +48,7 @@ def train(
     if resume and out is not None:
         raise SettingError("a resumed run stays in its folder: --resume and --out do not go together")
     from penstock.train import Config
+    from penstock.train.checkpoint import checkpoint_files
 
     if devices > 1:
         raise typer.Exit(start_ranks(devices))
@@ -57,7 +58,7 @@ def train(
         settings, checkpoint = _resumed(folder)
     else:
         folder = out if out is not None else RUNS / time.strftime("%Y-%m-%d-%H%M%S")
-        if out is not None and any(folder.glob("checkpoints/*.safetensors")):
+        if out is not None and checkpoint_files(folder):
             raise SettingError(f"{folder} holds a run already; --resume {folder} goes on with it")
         settings = Config()
     settings = changes.applied(settings)

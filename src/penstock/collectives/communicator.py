@@ -34,6 +34,19 @@ class Traffic:
     seconds: float = 0.0  # that operations took, with the time until other ranks came
     waited_seconds: float = 0.0  # of them, those that the program waited for: the others were hidden
 
+    @property
+    def hidden(self) -> float | None:
+        """The share of exchanges that the program did not wait for; None if there was none."""
+        return max(0.0, 1 - self.waited_seconds / self.seconds) if self.seconds > 0 else None
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            self.operations + other.operations,
+            self.sent_bytes + other.sent_bytes,
+            self.seconds + other.seconds,
+            self.waited_seconds + other.waited_seconds,
+        )
+
     def since(self, before: Traffic) -> Traffic:
         """What was exchanged after a copy of this."""
         return Traffic(
@@ -78,7 +91,6 @@ class Job:
         self.done = threading.Event()
         self.result: Array | None = None
         self.error: BaseException | None = None
-        self.begun: float | None = None  # when all before it were done, and the device had computed the array
         self._communicator = communicator
         self.size = communicator.size
 
@@ -88,11 +100,11 @@ class Job:
 
     def wait(self) -> Array:
         """The result; RankLost if another rank is gone."""
-        start = time.perf_counter()
-        self.done.wait()
-        if self.begun is not None:  # before, the device computed
-            self._communicator.traffic.waited_seconds += time.perf_counter() - max(start, self.begun)
-            self.begun = None
+        if not self.done.is_set():
+            before = self._communicator.exchange_seconds()
+            self.done.wait()
+            # Of this operation and of those before it, whose results may be asked for later.
+            self._communicator.traffic.waited_seconds += self._communicator.exchange_seconds() - before
         if self.error is not None:
             raise self.error
         assert self.result is not None
@@ -111,9 +123,11 @@ class Communicator:
         self.rank, self.size = engine.rank, engine.size
         self.exchanges = self.size > 1 or engine.on_device  # whether there is anything to do
         self.traffic = Traffic()
+        self.reported: list[Traffic] = []  # that of every rank, as they told with a step
         self.failure: RankLost | None = None
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._begun = 0
+        self._clock: tuple[float, float | None] = 0.0, None  # seconds of operations, and when one began
         self._patient = 0  # blocks of both threads
         self._lock = threading.Lock()
         self._heard: dict[int, tuple[float, Beat]] = {}  # when each rank was heard, and what it said
@@ -156,6 +170,13 @@ class Communicator:
         own = np.frombuffer(data, np.uint8) if self.rank == 0 else np.zeros(length, np.uint8)
         return self.run("broadcast", own).tobytes()
 
+    def collect(self, data: bytes) -> list[bytes]:
+        """The bytes of every rank, of whatever lengths."""
+        lengths = self.run("all_gather", np.array([len(data)], np.int64)).tolist()
+        own = np.frombuffer(data.ljust(max(lengths)), np.uint8)
+        rows = self.run("all_gather", own).reshape(self.size, -1)
+        return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
+
     @contextmanager
     def patient(self) -> Iterator[None]:
         """Let the others wait as long as this block takes."""
@@ -186,6 +207,11 @@ class Communicator:
         self.traffic.operations += 1
         self.traffic.sent_bytes += sent_bytes(operation, self.size, nbytes)
 
+    def exchange_seconds(self) -> float:
+        """The seconds that operations took until now."""
+        done, begun = self._clock
+        return done if begun is None else done + time.perf_counter() - begun
+
     # The thread
 
     def _run(self) -> None:
@@ -212,9 +238,11 @@ class Communicator:
             raise self.failure
         self._begun += 1
         self.count(job.operation, array.nbytes)
-        job.begun = time.perf_counter()
+        begun = time.perf_counter()
+        self._clock = self.traffic.seconds, begun
         result = self._moved(job.operation, array)
-        self.traffic.seconds += time.perf_counter() - job.begun
+        self.traffic.seconds += time.perf_counter() - begun
+        self._clock = self.traffic.seconds, None
         return result
 
     def _moved(self, operation: Operation, array: Array) -> Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from math import lcm
 from typing import Any, Literal
 
@@ -16,11 +17,14 @@ from penstock.config import parse_bytes
 from penstock.distributed.buckets import Bucket, buckets_of_groups, squares
 from penstock.distributed.collective import Chain, broadcast, chain
 from penstock.distributed.dividing import DividedParameters
+from penstock.distributed.pieces import Piece, own_pieces
+from penstock.distributed.running import RunningStatistics
 from penstock.distributed.sharding import MULTIPLE, ShardedOptimizer, why_not_sharded
 from penstock.distributed.shares import Values, means, part_of
 from penstock.errors import SettingError
 from penstock.formatting import format_bytes
 from penstock.memory.budgeting import plan
+from penstock.nn.functional.normalization import changing
 from penstock.optim.optimizer import Optimizer
 from penstock.runtime import Device
 from penstock.stream.future import Future
@@ -108,6 +112,7 @@ class DataParallel(Optimizer):
         self._sharded: ShardedOptimizer | None = None
         self._divided: DividedParameters | None = None
         self._operation: Operation = "tree_reduce" if exact else "all_reduce"
+        self.statistics = RunningStatistics(self.shards, self._operation, _MOST_SHARDS)
         self._enter(0 if zero == "auto" else zero)
 
     def __getattr__(self, name: str) -> Any:
@@ -132,6 +137,7 @@ class DataParallel(Optimizer):
         if stage == 3:
             assert self._sharded is not None
             self._divided = DividedParameters(self._sharded, self._model_parameters)
+            self.statistics.in_turn = True
         self.zero = stage
 
     @property
@@ -265,6 +271,30 @@ class DataParallel(Optimizer):
         with self._divided.gathered(None if device is None else resolve(device)):
             yield
 
+    def pieces(self, model: Mapping[str, Tensor]) -> Iterator[Piece]:
+        """What this rank writes of the model's tensors and of the state, by names of a checkpoint."""
+        tensors = {f"model.{name}": tensor for name, tensor in model.items()}
+        if self._divided is not None:
+            assert self._sharded is not None
+            position = {id(tensor): at for at, tensor in enumerate(self._model_parameters)}
+            names: dict[int, list[str]] = {}
+            for name, tensor in tensors.items():
+                if id(tensor) in position:
+                    names.setdefault(position[id(tensor)], []).append(name)
+            yield from self._sharded.parameter_pieces(names)
+            tensors = {name: tensor for name, tensor in tensors.items() if id(tensor) not in position}
+        if self._sharded is not None:
+            for piece in self._sharded.pieces():
+                yield replace(piece, name=f"optimizer.{piece.name}")
+        else:
+            state = {name: tensor for kind in self.optimizer._named() for name, tensor in kind.items()}
+            tensors |= {f"optimizer.{name}": tensor for name, tensor in state.items()}
+        yield from own_pieces(tensors, self._group.rank, self._group.size)
+
+    def common_state(self) -> dict[str, npt.NDArray[Any]]:
+        """The small part of the state that is not in `pieces`, and that every rank has."""
+        return (self._sharded or self.optimizer)._counts_and_rates()
+
     @property
     def lr(self) -> float:
         """The learning rate of the first group."""
@@ -332,12 +362,17 @@ class DataParallel(Optimizer):
                 self._is_last = at == self.own_shards - 1
                 self._waiting = self.own_shards.bit_length() - 1 if self._is_last else 0
                 _draw_from(before, number * _SHARD_BLOCKS)
+                self.statistics.begin(at)
+                changing.set(self.statistics.note)
                 yield number
+                changing.set(None)
+                self.statistics.end(at, self._is_last)
                 if not self._is_last:
                     self._keep(at)
             before = {**before, "counter": (before["counter"] + _STEP_BLOCKS) % _SHARD_BLOCKS}
         finally:
             self._is_last, self._waiting = True, 0
+            changing.set(None)
             _draw_from(before, 0)
 
     @contextmanager

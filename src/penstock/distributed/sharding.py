@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from math import lcm
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import lcm, prod
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy.typing as npt
 from penstock.collectives.communicator import Communicator
 from penstock.distributed.buckets import Bucket, buckets_of_groups, squares
 from penstock.distributed.collective import Chain
+from penstock.distributed.pieces import Piece, check_shapes, items_of
 from penstock.errors import SettingError
 from penstock.nn.parameter import Parameter
 from penstock.optim.optimizer import Optimizer
@@ -112,48 +113,89 @@ class ShardedOptimizer:
         for name in self.inner._state:
             whole = self._whole([state.pop(f"{name}.{at}") for at in range(len(self.rows))])
             result |= {f"{name}.{at}": array for at, array in whole.items()}
-        narrow = [at for at, tensor in enumerate(self._parameters) if tensor.dtype != float32]
-        masters = self._whole([part.numpy() for part in self.parts]) if narrow else {}
-        result |= {f"master.{at}": masters[at] for at in narrow}
+        masters = self._whole([part.numpy() for part in self.parts]) if self._narrow() else {}
+        result |= {f"master.{at}": masters[at] for at in self._narrow()}
+        return result | self._counts_and_rates()
+
+    def _counts_and_rates(self) -> Arrays:
+        """The part of the state that every rank has."""
+        state = self.inner._counts_and_rates()
         row_of = {at: number for number, row in enumerate(self.rows) for at in row.positions}
         for name in self._counts():
-            counts = state.pop(name)
-            result[name] = np.array([counts[row_of[at]] for at in range(len(self._parameters))])
-        return result | state
+            counts = state[name]
+            state[name] = np.array([counts[row_of[at]] for at in range(len(self._parameters))])
+        return state
+
+    def pieces(self) -> Iterator[Piece]:
+        """The rest of the state, as far as this rank has it."""
+        narrow = self._narrow()
+        kinds = dict(self.inner._state) | ({"master": self.parts} if narrow else {})
+        for name, parts in kinds.items():
+            for bucket, part in zip(self.rows, parts, strict=True):
+                for at, shape, start, stop, offset in self._spans(bucket):
+                    if name != "master" or at in narrow:
+                        yield Piece(f"{name}.{at}", shape, start, stop, part, offset)
 
     def load_state_dict(self, state: Mapping[str, npt.ArrayLike]) -> None:
         """Restore such a state, of any number of ranks; parameters that are not in it keep their values."""
-        known = {name: np.asarray(array) for name, array in state.items()}
+        narrow = self._narrow()
+        shapes = {
+            f"{name}.{at}": tensor.shape
+            for name in (*self.inner._state, *(["master"] if narrow else []))
+            for at, tensor in enumerate(self._parameters)
+            if name != "master" or at in narrow
+        }
+        check_shapes(state, shapes)
+
+        def master(at: int, start: int, stop: int) -> npt.NDArray[Any]:
+            if at in narrow:
+                return items_of(state, f"master.{at}", start, stop)
+            return self._parameters[at].numpy().reshape(-1)[start:stop]
+
         inner: Arrays = {}
         for name in self.inner._state:
-            arrays = {at: known.pop(f"{name}.{at}") for at in range(len(self._parameters))}
-            inner |= {f"{name}.{number}": part for number, part in enumerate(self._cut(arrays))}
-        values = {
-            at: known.pop(f"master.{at}") if tensor.dtype != float32 else tensor.numpy()
-            for at, tensor in enumerate(self._parameters)
-        }
+            parts = self._cut(lambda at, *span, name=name: items_of(state, f"{name}.{at}", *span))
+            inner |= {f"{name}.{number}": part for number, part in enumerate(parts)}
         for name in self._counts():
-            table = np.broadcast_to(known.pop(name), len(self._parameters))
+            table = np.broadcast_to(np.asarray(state[name]), len(self._parameters))
             inner[name] = np.array([table[row.positions[0]] for row in self.rows])
-        self.inner.load_state_dict({**inner, **known})
-        for part, array in zip(self.parts, self._cut(values), strict=True):
+        rest = set(state) - set(shapes) - set(inner)
+        self.inner.load_state_dict({**inner, **{name: state[name] for name in rest}})
+        for part, array in zip(self.parts, self._cut(master), strict=True):
             part._become(from_numpy(array, part.device)._node)
+
+    def _narrow(self) -> set[int]:
+        """The parameters that have a master."""
+        return {at for at, tensor in enumerate(self._parameters) if tensor.dtype != float32}
+
+    # The parameters themselves, where ranks keep no others (ZeRO-3)
+
+    def parameter_pieces(self, names: Mapping[int, Sequence[str]]) -> Iterator[Piece]:
+        """This rank's pieces of parameters, by their positions, each under its names."""
+        for bucket, part in zip(self.rows, self._values(), strict=True):
+            for at, shape, start, stop, offset in self._spans(bucket):
+                for name in names.get(at, ()):
+                    yield Piece(name, shape, start, stop, part, offset)
+
+    def _values(self) -> list[Tensor]:
+        """This rank's parts of rows, in the dtypes of parameters."""
+        dtypes = [self._parameters[row.positions[0]].dtype for row in self.rows]
+        return [astype(part.detach(), dtype) for part, dtype in zip(self.parts, dtypes, strict=True)]
 
     def whole_values(self) -> dict[int, npt.NDArray[Any]]:
         """The values of all parameters, by position."""
-        dtypes = [self._parameters[row.positions[0]].dtype for row in self.rows]
-        parts = zip(self.parts, dtypes, strict=True)
-        return self._whole([astype(part.detach(), dtype).numpy() for part, dtype in parts])
+        return self._whole([part.numpy() for part in self._values()])
 
     def take(self, values: Mapping[int, npt.NDArray[Any]]) -> None:
         """Take other values of some parameters, which all ranks give."""
-        if not values:
-            return
-        shapes = {at: shape for row in self.rows for at, shape in zip(row.positions, row.shapes, strict=True)}
-        new = {at: values.get(at, np.zeros(shape, np.float32)) for at, shape in shapes.items()}
-        given = {at: np.full(shape, at in values, np.float32) for at, shape in shapes.items()}
-        for part, array, mask in zip(self.parts, self._cut(new), self._cut(given), strict=True):
-            part._become(from_numpy(np.where(mask > 0, array, part.numpy()), part.device)._node)
+        for bucket, part in zip(self.rows, self.parts, strict=True):
+            if values.keys().isdisjoint(bucket.positions):
+                continue
+            array = part.numpy().copy()
+            for at, _, start, stop, offset in self._spans(bucket):
+                if at in values:
+                    array[offset : offset + stop - start] = values[at].reshape(-1)[start:stop]
+            part._become(from_numpy(array, part.device)._node)
 
     def _counts(self) -> Sequence[str]:
         return () if self.inner._counted is None else self.inner._counted.names
@@ -170,13 +212,23 @@ class ShardedOptimizer:
                 start = end
         return result
 
-    def _cut(self, arrays: Mapping[int, npt.NDArray[Any]]) -> list[npt.NDArray[np.float32]]:
-        """This rank's parts of rows of arrays."""
+    def _spans(self, bucket: Bucket) -> Iterator[tuple[int, tuple[int, ...], int, int, int]]:
+        """Which items of which parameters are in this rank's part of a row, and from where on."""
+        length = bucket.length // self._group.size
+        low = self._group.rank * length
+        before = 0
+        for at, shape in zip(bucket.positions, bucket.shapes, strict=True):
+            start, stop = (min(max(edge - before, 0), prod(shape)) for edge in (low, low + length))
+            if start < stop:
+                yield at, shape, start, stop, before + start - low
+            before += prod(shape)
+
+    def _cut(self, items: Callable[[int, int, int], npt.NDArray[Any]]) -> list[npt.NDArray[np.float32]]:
+        """This rank's parts of rows, of which `items` gives some of each parameter."""
         parts = []
         for bucket in self.rows:
-            row = np.zeros(bucket.length, np.float32)
-            flat = np.concatenate([arrays[at].reshape(-1) for at in bucket.positions])
-            row[: flat.size] = flat
-            length = bucket.length // self._group.size
-            parts.append(row[self._group.rank * length :][:length].copy())
+            part = np.zeros(bucket.length // self._group.size, np.float32)
+            for at, _, start, stop, offset in self._spans(bucket):
+                part[offset : offset + stop - start] = items(at, start, stop)
+            parts.append(part)
         return parts

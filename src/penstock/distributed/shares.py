@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.collectives.communicator import Communicator, Job
+from penstock.collectives.communicator import Communicator, Job, Traffic
 from penstock.stream.future import Future
 
 Values = dict[str, Future[npt.NDArray[Any]]]
+_TRAFFIC = 4  # numbers of a rank's traffic
 
 
 def part_of(batch: Any, number: int, count: int) -> Any:
@@ -29,19 +30,25 @@ def part_of(batch: Any, number: int, count: int) -> Any:
 
 @dataclass(frozen=True)
 class Means:
-    """The means over a global batch by name, and a number that each rank gave along with its values."""
+    """The means over a global batch by name, and what each rank told along with its values."""
 
     values: dict[str, float]
     notes: list[list[float]]  # by rank
+    traffic: list[Traffic]  # by rank, until the values were computed
 
 
 class PendingMeans:
     """Means that ranks are exchanging."""
 
     def __init__(
-        self, job: Job, names: Sequence[str], sizes: Sequence[Sequence[int]], notes: int, in_turn: bool
+        self,
+        group: Communicator,
+        job: Job,
+        names: Sequence[str],
+        sizes: Sequence[Sequence[int]],
+        in_turn: bool,
     ) -> None:
-        self._job, self._names, self._sizes, self._notes = job, names, sizes, notes
+        self._group, self._job, self._names, self._sizes = group, job, names, sizes
         self._in_turn = in_turn
 
     def is_ready(self) -> bool:
@@ -51,16 +58,18 @@ class PendingMeans:
     def wait(self) -> Means:
         """The means; waits for the other ranks."""
         rows = self._job.wait().reshape(self._job.size, -1)
-        notes = rows[:, : self._notes].tolist()
-        table = rows[:, self._notes :]
+        weights = [size for parts in self._sizes for size in parts]
+        notes = rows.shape[1] - len(self._names) * len(weights) // self._job.size
+        table = rows[:, notes:]
         if self._in_turn:
             table = table.reshape(self._job.size, len(self._sizes) // self._job.size, -1).swapaxes(0, 1)
         table = table.reshape(-1, len(self._names))  # a line for each part of a batch
-        weights = [size for parts in self._sizes for size in parts]
         means = {
             name: float(np.average(table[:, at], weights=weights)) for at, name in enumerate(self._names)
         }
-        return Means(means, notes)
+        traffic = [Traffic(int(row[0]), int(row[1]), float(row[2]), float(row[3])) for row in rows]
+        self._group.reported = traffic
+        return Means(means, rows[:, _TRAFFIC:notes].tolist(), traffic)
 
 
 def means(
@@ -75,8 +84,10 @@ def means(
     `sizes` has the samples of the parts of all ranks. `notes` are numbers of the rank itself. `in_turn`: each
     rank has every so manieth shard, and not neighbours.
     """
-    source = _Numbers(values, notes)
-    return PendingMeans(group.submit("all_gather", source), list(values[0]), sizes, len(notes), in_turn)
+    own = group.traffic
+    told = [own.operations, own.sent_bytes, own.seconds, own.waited_seconds, *notes]
+    job = group.submit("all_gather", _Numbers(values, told))
+    return PendingMeans(group, job, list(values[0]), sizes, in_turn)
 
 
 class _Numbers:

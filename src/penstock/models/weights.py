@@ -9,6 +9,7 @@ import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,11 @@ _DTYPES: dict[str, npt.DTypeLike] = {
     "BF16": ml_dtypes.bfloat16,
     "I64": np.int64,
     "I32": np.int32,
+    "I16": np.int16,
     "I8": np.int8,
+    "U64": np.uint64,
     "U32": np.uint32,
+    "U16": np.uint16,
     "U8": np.uint8,
     "BOOL": np.bool_,
 }
@@ -51,15 +55,20 @@ class StoredTensor:
 
     def array(self) -> npt.NDArray[Any]:
         """Its values, mapped from the file."""
-        if self.dtype not in _DTYPES:
-            raise CheckpointError(
-                f"{self.path} has weights of {shown(self.dtype)}, and {', '.join(_DTYPES)} are known"
-            )
-        dtype = np.dtype(_DTYPES[self.dtype])
+        dtype = self.numpy_dtype
         if 0 in self.shape:
             return np.zeros(self.shape, dtype)
         mapped = np.memmap(self.path, dtype, "r", self.offset, self.shape)
         return np.asarray(mapped)
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """Its dtype as NumPy has it; CheckpointError if NumPy has none."""
+        if self.dtype not in _DTYPES:
+            raise CheckpointError(
+                f"{self.path} has weights of {shown(self.dtype)}, and {', '.join(_DTYPES)} are known"
+            )
+        return np.dtype(_DTYPES[self.dtype])
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -131,20 +140,26 @@ def write_tensors(folder: Path, weights: Sequence[tuple[str, Tensor, bool]], sha
 
 def write_file(path: Path, weights: Sequence[tuple[str, Tensor, bool]]) -> None:
     """Write tensors with their names into a file; those that are marked are transposed."""
-    header: dict[str, Mapping[str, Any]] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor, transposed in weights:
-        start, end = end, end + tensor._node.nbytes
-        shape = tensor.shape[::-1] if transposed else tensor.shape
-        header[name] = {
-            "dtype": _NAMES[str(np.dtype(tensor._node.dtype))],
-            "shape": list(shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    kinds = [
+        (name, np.dtype(tensor._node.dtype), tensor.shape[::-1] if transposed else tensor.shape)
+        for name, tensor, transposed in weights
+    ]
     with atomic_file(path) as file:
-        file.write(_WORD.pack(len(text)) + text)
+        file.write(header_of(kinds, {"format": "pt"}))
         for _, tensor, transposed in weights:
             array = tensor.numpy()
             file.write(np.ascontiguousarray(array.T if transposed else array).view(np.uint8).data)
+
+
+def header_of(
+    tensors: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]], metadata: Mapping[str, str]
+) -> bytes:
+    """What a file begins with, before the bytes of tensors with these names, dtypes and shapes."""
+    header: dict[str, Mapping[str, Any]] = {"__metadata__": metadata}
+    end = 0
+    for name, dtype, shape in tensors:
+        start, end = end, end + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[str(dtype)], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return _WORD.pack(len(text)) + text

@@ -14,7 +14,7 @@ from penstock.errors import CaptureError
 from penstock.nn.hooks import Handle, Hook, Hooks
 from penstock.nn.module_text import text_of
 from penstock.nn.parameter import Parameter
-from penstock.nn.state import Differences, assign, load
+from penstock.nn.state import Differences, assign, load, read
 from penstock.nn.tree import Part, members, walk
 from penstock.runtime import Device
 from penstock.tensor import dtypes
@@ -254,8 +254,11 @@ class Module:
 
     def state_dict(self, prefix: str = "") -> dict[str, npt.NDArray[Any]]:
         """The values of parameters and buffers by path, as NumPy arrays."""
-        futures = {name: tensor.numpy_async() for name, tensor, saved in self._tensors(prefix) if saved}
-        return {name: future.wait() for name, future in futures.items()}
+        return read(self.saved_tensors(prefix))
+
+    def saved_tensors(self, prefix: str = "") -> dict[str, Tensor]:
+        """The parameters and buffers of the `state_dict` by path."""
+        return {name: tensor for name, tensor, saved in self._tensors(prefix) if saved}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Differences:
         """Load values: arrays, tensors, or tensors of PyTorch.

@@ -69,6 +69,8 @@ def load(path: str | os.PathLike[str], device: Device | str | None = None) -> An
             metadata = opened.metadata() or {}
     except (OSError, SafetensorError, LookupError) as error:  # a LookupError: of a dtype that NumPy lacks
         raise CheckpointError(f"{file} cannot be read: {error}") from None
+    if "shards" in metadata:
+        raise CheckpointError(f"{file} is a checkpoint in shards; ps.train.load(path).model has its weights")
     if metadata.get("format") != _FORMAT:
         return arrays
     try:

@@ -24,9 +24,15 @@ class Differences(NamedTuple):
     unexpected_keys: list[str]
 
 
+def read(tensors: Mapping[str, Tensor]) -> dict[str, npt.NDArray[Any]]:
+    """The values of tensors by name."""
+    futures = {name: tensor.numpy_async() for name, tensor in tensors.items()}
+    return {name: future.wait() for name, future in futures.items()}
+
+
 def load(module: Module, state: Mapping[str, Any], strict: bool) -> Differences:
     """Load a state into a module, all values or none."""
-    tensors = {name: tensor for name, tensor, saved in module._tensors() if saved}
+    tensors = module.saved_tensors()
     given = _by_first_names(module, tensors, state)
     missing, unknown = sorted(set(tensors) - set(given)), sorted(set(given) - set(tensors))
     if strict and (missing or unknown):

@@ -341,8 +341,10 @@ class Optimizer:
         state: dict[str, npt.NDArray[Any]] = {}
         for tensors, wait in zip(kinds, waits, strict=True):
             state |= zip(tensors, wait(), strict=True)
-        if self._counted is not None:
-            state |= self._counted.state()
+        return state | self._counts_and_rates()
+
+    def _counts_and_rates(self) -> dict[str, npt.NDArray[Any]]:
+        state = {} if self._counted is None else self._counted.state()
         for name, varied in self._varied.items():
             state[name] = np.array(varied.numbers if len(varied.numbers) > 1 else varied.numbers[0])
         return state

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.collectives.communicator import Traffic
 from penstock.collectives.world import communicator
 from penstock.errors import DeviceNotFound
 from penstock.measuring.ceilings import Ceilings
@@ -98,6 +97,7 @@ class Evidence:
     exchanged_seconds: float = 0.0  # of exchanges between them
     waited_for_ranks: float = 0.0  # of these seconds, those that the program waited
     sent_bytes: int = 0  # to other ranks
+    rank_waits: list[float] = field(default_factory=list)  # the same of every rank, as far as they told
     rates: dict[str, float] = field(default_factory=dict)  # the device's best rates; see `Ceilings`
 
     @property
@@ -166,16 +166,18 @@ def gathered(recorder: DeviceRecorder, measure: bool) -> Evidence:
         ],
         keeping=_keeping(log.kept(), lines.count),
         rates=_rates(device, kernels, measure),
-        **_exchanged(recorder.exchanged),
+        **_exchanged(recorder),
     )
 
 
-def _exchanged(traffic: Traffic) -> dict[str, Any]:
+def _exchanged(recorder: DeviceRecorder) -> dict[str, Any]:
+    traffic = recorder.exchanged
     return {
         "ranks": communicator().size,
         "exchanged_seconds": traffic.seconds,
         "waited_for_ranks": traffic.waited_seconds,
         "sent_bytes": traffic.sent_bytes,
+        "rank_waits": recorder.rank_waits,
     }
 
 

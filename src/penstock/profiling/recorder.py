@@ -100,7 +100,9 @@ class DeviceRecorder:
         self._pool_before = device.pool.stats()
         self._pool_after: PoolStatistics | None = None
         self._traffic_before = copy(communicator().traffic)
+        self._reported_before = communicator().reported
         self.exchanged = Traffic()  # between ranks, once it has ended
+        self.rank_waits: list[float] = []  # seconds that each rank waited meanwhile, as far as they told
         self.lines = lines = LineLog()
         self.memory = MemoryLog(device.pool, device.memory_blocks()[0], kept, lines.runs_so_far)
 
@@ -121,7 +123,11 @@ class DeviceRecorder:
             self.device.unlog_memory(self.memory)
             self.memory.finish()
             self._pool_after = self.device.pool.stats()
-            self.exchanged = communicator().traffic.since(self._traffic_before)
+            group = communicator()
+            self.exchanged = group.traffic.since(self._traffic_before)
+            before = self._reported_before or [Traffic()] * len(group.reported)
+            told = zip(group.reported, before, strict=True)
+            self.rank_waits = [now.since(then).waited_seconds for now, then in told]
 
     # Notifications of the stream
 

@@ -90,6 +90,8 @@ def _sections(run: Run | None, findings: Findings | None) -> list[_Section]:
         ),
         _Section("advice", "Advice", sections.advice(findings), len(advice)),
     ]
+    if run and "sent_bytes" in run.curves:
+        parts.insert(-1, _Section("ranks", "Ranks", sections.ranks(run.curves)))
     if run:
         parts.append(_Section("configuration", "Configuration", settings_tables(run.settings)))
         if _speed(run)[0] == "tokens":

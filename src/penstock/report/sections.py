@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
@@ -13,7 +14,7 @@ from penstock.report.charts import Line, Point, bytes_unit, line_chart
 from penstock.report.findings import Certificate, Findings
 from penstock.report.planned_step import planned_step
 from penstock.report.roofline import BYTES, Dot, dots, roofline
-from penstock.report.tables import copy_table, kernel_table, owner_table, wait_table
+from penstock.report.tables import copy_table, kernel_table, owner_table, rank_table, wait_table
 
 Curves = Mapping[str, Sequence[Point]]
 _LIVE, _POOLED, _PLANNED, _PEAK, _LEAST = 0, 1, 2, 3, 4  # colors
@@ -41,6 +42,12 @@ _NO_ADVICE = "Nothing was found that would be worth a change."
 _WAITING = (
     "While Python waits for the device, the device is busy: a large share is good. Waiting for data is not: "
     "then the device has nothing to do, because reading the text is too slow."
+)
+
+
+_RANKS = (
+    "Exchanges are hidden while a rank computes. The rank that waits least is the one that the others wait "
+    "for; what it waits is for bytes on their way."
 )
 
 
@@ -272,6 +279,37 @@ def transfers(curves: Curves, findings: Findings | None) -> str:
     cards.append(card("Waits", aside(_WAITING), _source(findings), waits))
     copies = copy_table(findings.copies) if findings.copies else text("Nothing was copied.")
     return grid(*cards) + card("Transfers", _source(findings), copies)
+
+
+# Ranks
+
+
+def ranks(curves: Curves) -> str:
+    """How long ranks waited for each other over the run, what they sent, and how much of it was hidden."""
+    waits = [
+        Line("longest", curves.get("longest_rank_wait", ()), 1),
+        Line("shortest", curves.get("shortest_rank_wait", ()), 0),
+    ]
+    hidden = [Line("", curves.get("hidden_exchange", ()))]
+    sent = [Line("", curves.get("sent_bytes", ()))]
+    unit = bytes_unit([line.points for line in sent])
+    cards = [
+        line_chart("Waiting for other ranks", waits, format_seconds, from_zero=True, unit=("ms", 1e-3)),
+        line_chart("Exchanges hidden", hidden, format_share, from_zero=True, unit=("%", 0.01)),
+        line_chart("Sent in a step", sent, words.nbytes, from_zero=True, unit=unit),
+    ]
+
+    def mean(name: str) -> float:
+        values = [value for _, value in curves.get(name, ())]
+        return sum(values) / len(values) if values else math.nan
+
+    count = sum(f"rank_{number}_wait" in curves for number in range(len(curves)))
+    rows = [
+        (mean(f"rank_{number}_wait"), mean(f"rank_{number}_sent"), mean(f"rank_{number}_hidden"))
+        for number in range(count)
+    ]
+    table = card("In a step, on average", aside(_RANKS), rank_table(rows)) if rows else ""
+    return grid(*cards) + table
 
 
 # Advice

@@ -1,11 +1,12 @@
-"""The tables of a page: kernels, which can be sorted, copies, waits, owners of memory, settings."""
+"""The tables of a page: kernels, which can be sorted, copies, waits, ranks, owners of memory, settings."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from penstock.formatting import UNKNOWN, format_seconds
+from penstock.formatting import UNKNOWN, format_seconds, format_share
 from penstock.profiling.records import CopyRecord, KernelRecord, OwnerRecord, WaitRecord
 from penstock.profiling.words import short_kernel
 from penstock.report import words
@@ -84,6 +85,23 @@ def wait_table(waits: Sequence[WaitRecord], seconds: float) -> str:
         for wait, part in zip(waits, bars, strict=True)
     ]
     return _table("waits", ["Line of code", "Reason", "Count", "Time", "Part"], rows)
+
+
+def rank_table(ranks: Sequence[tuple[float, float, float]]) -> str:
+    """Every rank: seconds that it waited in a step, bytes that it sent, and the share that was hidden."""
+    whole = sum(waited for waited, _, _ in ranks)
+    bars = _bars([waited for waited, _, _ in ranks], whole)
+    rows: list[list[Cell]] = [
+        [
+            (f"rank {number}", f"{number:04}"),
+            (format_seconds(waited), waited),
+            part,
+            (words.nbytes(sent), sent),
+            (format_share(hidden) if math.isfinite(hidden) else UNKNOWN, hidden),
+        ]
+        for number, ((waited, sent, hidden), part) in enumerate(zip(ranks, bars, strict=True))
+    ]
+    return _table("ranks", ["Rank", "Waited", "Part", "Sent", "Hidden"], rows)
 
 
 def owner_table(owners: Sequence[OwnerRecord]) -> str:

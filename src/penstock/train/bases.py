@@ -18,7 +18,7 @@ from penstock.models.weights import stored_tensors
 from penstock.nn.layers import Where
 from penstock.nn.module import Module
 from penstock.tensor.core import resolve
-from penstock.train.checkpoint import Arrays, Checkpoint, checkpoint_files, text_config
+from penstock.train.checkpoint import Arrays, Checkpoint, checkpoint_files, files_of, text_config
 from penstock.train.config import MOST_LAYERS, Config
 from penstock.train.report import CONFIG_FILE
 from penstock.train.sizing import check_fits
@@ -92,7 +92,7 @@ def fingerprint(path: Path) -> str:
     if path.suffix == ".gguf":
         files = [path]
     elif checkpoint_files(path):
-        files = checkpoint_files(path)[-1:]
+        files = files_of(checkpoint_files(path)[-1])
     else:
         files = [path / "config.json", *sorted({stored.path for stored in stored_tensors(path).values()})]
     digest = blake2b(digest_size=16)
@@ -149,13 +149,11 @@ def model_of_run(
     return model
 
 
-def trained_state(model: LanguageModel) -> Arrays:
+def trained_tensors(model: LanguageModel) -> dict[str, ps.Tensor]:
     """What a checkpoint has of a model: all of it, or only its adapters."""
     if not adapters(model):
-        return model.state_dict()
-    learned = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
-    futures = {name: tensor.numpy_async() for name, tensor in learned.items()}
-    return {name: future.wait() for name, future in futures.items()}
+        return model.saved_tensors()
+    return {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
 
 
 def load_trained(model: LanguageModel, state: Arrays) -> None:

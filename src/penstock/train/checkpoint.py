@@ -1,4 +1,7 @@
-"""Checkpoints: all that a run needs to resume, in a safetensors file that is written atomically."""
+"""Checkpoints: all that a run needs to resume, in a safetensors file that is written atomically.
+
+Of several ranks, each has written a part of the arrays before, to a file beside it (`shards.py`).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
@@ -23,12 +25,13 @@ from penstock.files import parse_json, require_regular
 from penstock.printable import shown
 from penstock.train.config import Config
 from penstock.train.settings import RunSettings, from_tree
+from penstock.train.shards import read_shards, remove_unlisted, storable
 
-Arrays = dict[str, npt.NDArray[Any]]
+Arrays = Mapping[str, npt.NDArray[Any]]
 
 FOLDER = "checkpoints"  # inside the folder of a run
 _KEPT = 3  # of the last checkpoints; the best is kept in addition
-_FORMAT = "penstock checkpoint 1"
+_FORMAT, _SHARDED = "penstock checkpoint 1", "penstock checkpoint 2"
 _STATE: dict[str, tuple[type, ...]] = {  # besides the arrays, with the types that each value may have
     "step": (int,),
     "config": (dict,),
@@ -56,13 +59,14 @@ class Checkpoint:
     more: dict[str, Any] = field(default_factory=dict)  # of data, schedulers and callbacks; plain values
 
 
-def save(run: Path, checkpoint: Checkpoint) -> Path:
+def save(run: Path, checkpoint: Checkpoint, shards: Mapping[str, str] | None = None) -> Path:
     """Write a checkpoint into a run's folder, then remove older ones, except the best by validation loss.
 
-    Raises CheckpointError if it cannot be written; then all earlier checkpoints are kept.
+    `shards` are files with the rest of its arrays, and their checksums. Raises CheckpointError if it cannot
+    be written; then all earlier checkpoints are kept.
     """
-    arrays = {f"model.{name}": _storable(array) for name, array in checkpoint.model.items()}
-    arrays |= {f"optimizer.{name}": _storable(array) for name, array in checkpoint.optimizer.items()}
+    arrays = {f"model.{name}": storable(array) for name, array in checkpoint.model.items()}
+    arrays |= {f"optimizer.{name}": storable(array) for name, array in checkpoint.optimizer.items()}
     values = {name: getattr(checkpoint, name) for name in (*_STATE, "more")}
     try:
         state = json.dumps({**values, "config": checkpoint.config.tree()})
@@ -71,6 +75,9 @@ def save(run: Path, checkpoint: Checkpoint) -> Path:
             f"the state of the data, the scheduler or a callback cannot be written as JSON: {error}"
         ) from None
     metadata = {"format": _FORMAT, "state": state, "sum": _sum(state, arrays)}
+    if shards is not None:
+        listed = json.dumps(shards)
+        metadata |= {"format": _SHARDED, "shards": listed, "sum": _sum(state + listed, arrays)}
     path = path_of(run, checkpoint.step)
     try:
         with written_whole(path) as file:
@@ -88,14 +95,20 @@ def path_of(run: Path, step: int) -> Path:
     return run / FOLDER / f"step-{step:08}.safetensors"
 
 
+def step_of(path: Path) -> int:
+    """The step of a checkpoint, by the name of its file."""
+    number = path.stem.removeprefix("step-")
+    return int(number) if number.isdecimal() else -1
+
+
 def load(path: Path) -> Checkpoint:
     """The checkpoint that `save` wrote; a CheckpointError says why a file is not valid, and what to do."""
     with _reading(path) as file:
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no dict
         metadata = file.metadata() or {}
-    if metadata.get("format") != _FORMAT:
+    if metadata.get("format") not in (_FORMAT, _SHARDED):
         raise CheckpointError(f"{path} is no checkpoint of a run; its format is {metadata.get('format')!r}")
-    if _sum(metadata.get("state", ""), arrays) != metadata.get("sum"):
+    if _sum(metadata.get("state", "") + metadata.get("shards", ""), arrays) != metadata.get("sum"):
         raise CheckpointError(f"{path} is damaged: its checksum is wrong; use an older checkpoint")
     try:
         state = parse_json(metadata["state"])
@@ -114,10 +127,14 @@ def load(path: Path) -> Checkpoint:
         config = from_tree(state["config"], str(path))
     except SettingError as error:
         raise CheckpointError(f"{path} was written by another version of Penstock: {error}") from None
+    parts = [_part(arrays, prefix) for prefix in ("model.", "optimizer.")]
+    if metadata["format"] == _SHARDED:
+        whole = read_shards(path.parent, _listed(path, metadata), arrays)
+        parts = [whole.below(prefix) for prefix in ("model.", "optimizer.")]
     return Checkpoint(
         config=config,
-        model=_part(arrays, "model."),
-        optimizer=_part(arrays, "optimizer."),
+        model=parts[0],
+        optimizer=parts[1],
         more=more,
         **{name: state[name] for name in _STATE if name != "config"},
     )
@@ -160,11 +177,6 @@ def load_last(run: Path) -> tuple[Checkpoint, list[str]]:
     raise CheckpointError(f"{run} holds no run with a checkpoint; `penstock train` names its folder")
 
 
-def _storable(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The same values, float16 and bfloat16 as float32, which NumPy knows."""
-    return np.asarray(array, np.float32 if array.dtype.itemsize == 2 else None, order="C")
-
-
 def _sum(state: str, arrays: Mapping[str, npt.NDArray[Any]]) -> str:
     total = zlib.crc32(state.encode())
     for name in sorted(arrays):
@@ -174,6 +186,21 @@ def _sum(state: str, arrays: Mapping[str, npt.NDArray[Any]]) -> str:
 
 def _part(arrays: Arrays, prefix: str) -> Arrays:
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+
+
+def _listed(path: Path, metadata: Mapping[str, str]) -> dict[str, str]:
+    """The shards that a checkpoint's file lists, with their checksums."""
+    listed = parse_json(metadata.get("shards", "{}"))
+    if not isinstance(listed, dict) or not all(isinstance(total, str) for total in listed.values()):
+        raise CheckpointError(f"{path} lists its shards as {shown(listed)}")
+    return listed
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files of a checkpoint: its own, and those that this lists."""
+    with _reading(path) as file:
+        listed = _listed(path, file.metadata() or {})
+    return [path, *(path.with_name(name) for name in sorted(listed))]
 
 
 @contextmanager
@@ -214,3 +241,10 @@ def _remove_old(run: Path) -> None:
         if path != best:
             with suppress(OSError):
                 path.unlink()
+    listed: dict[int, list[str] | None] = {}
+    for path in checkpoint_files(run):
+        try:
+            listed[step_of(path)] = [file.name for file in files_of(path)]
+        except (CheckpointError, ValueError):
+            listed[step_of(path)] = None
+    remove_unlisted(run / FOLDER, listed)

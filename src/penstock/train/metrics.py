@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TextIO
 
+from penstock.collectives.communicator import Traffic
 from penstock.data.files import written_whole
 from penstock.errors import CheckpointError
 from penstock.files import open_regular, parse_json
@@ -18,29 +20,59 @@ FILE = "metrics.jsonl"
 _MOST_POINTS = 500  # of a curve
 _MOST_LINE = 1 << 16  # bytes; a longer line is not valid
 _MOST_STEPS = 1 << 53  # the largest range of integers that floats represent exactly
-
-
-_MOST_RANKS = 16  # that have a metric each
+_OF_RANKS = ("longest_rank_wait", "shortest_rank_wait", "sent_bytes", "hidden_exchange")
+_MOST_RANKS = 16  # that have metrics each
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """What ranks have exchanged in a step."""
+class RankTraffic:
+    """What each rank has exchanged with the others in a step."""
 
-    waits: tuple[float, ...]  # seconds that each waited for the others, and for bytes on their way
-    sent_bytes: int  # of all ranks
+    ranks: tuple[Traffic, ...]
 
     def named(self) -> dict[str, float]:
-        """The values by name; of many ranks, only the longest and the shortest wait."""
-        shown = dict(enumerate(self.waits)) if len(self.waits) <= _MOST_RANKS else {}
-        waits = {f"rank_{rank}_wait": wait for rank, wait in shown.items()}
-        return {**waits, "longest_rank_wait": max(self.waits), "shortest_rank_wait": min(self.waits)} | {
-            "sent_bytes": self.sent_bytes
+        """The values by name: of all, and of each rank unless there are many."""
+        waits = [rank.waited_seconds for rank in self.ranks]
+        values: dict[str, float] = {
+            "longest_rank_wait": max(waits),
+            "shortest_rank_wait": min(waits),
+            "sent_bytes": sum(rank.sent_bytes for rank in self.ranks),
         }
+        if (hidden := self.hidden) is not None:
+            values["hidden_exchange"] = hidden
+        for number, rank in enumerate(self.ranks if len(self.ranks) <= _MOST_RANKS else ()):
+            values |= {f"rank_{number}_wait": rank.waited_seconds, f"rank_{number}_sent": rank.sent_bytes}
+            if rank.hidden is not None:
+                values[f"rank_{number}_hidden"] = rank.hidden
+        return values
+
+    @property
+    def hidden(self) -> float | None:
+        """The share of all ranks' exchanges that they did not wait for; None if there was none."""
+        return sum(self.ranks, Traffic()).hidden
 
     def __str__(self) -> str:
-        waits = f"{1e3 * min(self.waits):.0f} to {1e3 * max(self.waits):.0f} ms"
-        return f"{len(self.waits)} ranks waited {waits}, {format_bytes(self.sent_bytes)} sent"
+        waits = [rank.waited_seconds for rank in self.ranks]
+        spread = f"{1e3 * min(waits):.0f} to {1e3 * max(waits):.0f} ms"
+        last = f"rank {waits.index(min(waits))} the least"
+        sent = format_bytes(sum(rank.sent_bytes for rank in self.ranks))
+        hidden = "" if self.hidden is None else f", {self.hidden:.0%} of exchanges hidden"
+        return f"{len(self.ranks)} ranks waited {spread} ({last}), {sent} sent{hidden}"
+
+    def lines(self) -> list[str]:
+        """A line for each rank, unless there are many."""
+        if len(self.ranks) > _MOST_RANKS:
+            return []
+        return [
+            f"rank {number}: waited {1e3 * rank.waited_seconds:.1f} ms, {format_bytes(rank.sent_bytes)} sent"
+            + ("" if rank.hidden is None else f", {rank.hidden:.0%} hidden")
+            for number, rank in enumerate(self.ranks)
+        ]
+
+
+def is_of_ranks(name: str) -> bool:
+    """Whether a metric says what ranks exchanged."""
+    return name in _OF_RANKS or re.fullmatch(r"rank_\d+_(wait|sent|hidden)", name) is not None
 
 
 @dataclass(frozen=True)
@@ -63,7 +95,7 @@ class Metrics:
     validation_loss: float | None = None
     samples_per_second: float | None = None
     epoch: int | None = None  # the first is 1; None if the data has no end
-    traffic: Traffic | None = None  # between ranks
+    traffic: RankTraffic | None = None
     others: Mapping[str, float] = field(default_factory=dict)  # a user's own, by name
 
     def named(self) -> dict[str, Any]:

@@ -10,16 +10,19 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
+from penstock.collectives.communicator import Traffic
 from penstock.collectives.world import communicator
 from penstock.distributed.data_parallel import DataParallel
+from penstock.distributed.pieces import Piece
 from penstock.distributed.shares import Means, Values, means, part_of
 from penstock.errors import SettingError
 from penstock.nn.module import Module
 from penstock.optim.optimizer import Optimizer
 from penstock.tensor.core import Tensor
 from penstock.train.feed import Batch, samples_in, uploaded
-from penstock.train.metrics import Traffic
+from penstock.train.metrics import RankTraffic
 
 Evaluated = dict[str, float] | None
 Stop = signal.Signals | bool | None  # why a run should end: a signal, or a callback's wish
@@ -41,7 +44,7 @@ class _Own:
     sizes: Sequence[int]
 
     def wait(self) -> Means:
-        return Means(_means([_read(batch) for batch in self.values], self.sizes), [])
+        return Means(_means([_read(batch) for batch in self.values], self.sizes), [], [])
 
 
 def _read(values: Values) -> dict[str, float]:
@@ -64,13 +67,7 @@ class Ranks:
                 f"{self.group.size} ranks train together with ps.distributed.DataParallel(optimizer), and "
                 f"{' and '.join(type(each).__name__ for each in optimizers)} was given"
             )
-        if self._parallel and any(
-            getattr(each, "running_mean", None) is not None for each in model.modules()
-        ):
-            raise SettingError(
-                "running statistics, as of BatchNorm, would differ between ranks; use GroupNorm, LayerNorm, "
-                "or track_running_stats=False"
-            )
+        self._buffers = dict(model.named_buffers()) if self._parallel else {}
         self.writes = self.group.rank == 0  # the folder of the run
         self.begin()
 
@@ -79,7 +76,8 @@ class Ranks:
         self.wish: Stop = None  # whether this rank wants the run to end
         self._stop = 0  # the signal that another rank, or this one, has told of
         self._last_step: int | None = None  # after which all ranks stop
-        self._before: Sequence[Sequence[float]] = ()  # what ranks had waited and sent before
+        self._before: Sequence[Traffic] = ()  # what each rank had exchanged before
+        self._checked = False  # whether the buffers that a step changes are known
         self._choose: Callable[[Any], None] | None = None  # what the first batch is needed for
 
     def plan(self, step: Callable[..., Any], accumulate: int, own: bool, say: Callable[[str], None]) -> None:
@@ -127,17 +125,30 @@ class Ranks:
         parts = [[_part_size(size, number, shards) for size in sizes] for number in range(shards)]
         if not all(size for row in parts for size in row):
             raise SettingError(f"batches of {sizes} samples are too small for {shards} shards")
+        before = {} if self._checked else {name: each.detach() for name, each in self._buffers.items()}
         for leaf, number in enumerate(self._parallel.own()):
             for at, batch in enumerate(batches):
                 size, last = parts[number][at], at == len(batches) - 1
                 with self._parallel.sharing(*((size, sum(sizes)) if own else (1, 1))):
                     results = step(batch.parts[leaf], size, sum(sizes), at == 0, last)
                 values.append({name: value.numpy_async() for name, value in results.items()})
+        self._check_buffers(before)
         stop = self.wish
         why = (int(stop) if isinstance(stop, signal.Signals) else _BY_ITSELF) if stop else 0
-        traffic = self.group.traffic
-        notes = [float(why), traffic.waited_seconds, float(traffic.sent_bytes)]
-        return means(self.group, values, parts, notes, self._parallel.zero == 3)
+        return means(self.group, values, parts, [float(why)], self._parallel.zero == 3)
+
+    def _check_buffers(self, before: Mapping[str, Tensor]) -> None:
+        """Refuse a step that changes buffers in a way of its own: ranks would have different values."""
+        assert self._parallel is not None
+        for name, old in before.items():
+            buffer = self._buffers[name]
+            if buffer._node is not old._node and not self._parallel.statistics.has(buffer):
+                raise SettingError(
+                    f"the step changes {name}, and ranks would have different values of it; only the running "
+                    "statistics of ps.nn's layers become the mean over ranks. Compute it after the step, or "
+                    "use a single device without DataParallel"
+                )
+        self._checked = True
 
     def evaluate(self, values_of: Callable[[Any], Mapping[str, Tensor]], batches: Iterable[Any]) -> Evaluated:
         """The means of the values of batches, which ranks compute in turn; None if there is no batch."""
@@ -164,17 +175,27 @@ class Ranks:
         ordered = parts.swapaxes(0, 1).reshape(-1, len(names))[: len(sizes)]
         return _means([dict(zip(names, row.tolist(), strict=True)) for row in ordered], sizes)
 
-    def told(self, notes: Sequence[Sequence[float]], step: int) -> Traffic | None:
+    def pieces(self, model: Mapping[str, Tensor]) -> list[Piece] | None:
+        """What this rank writes of a checkpoint, if it does not write all."""
+        if self.group.size == 1 or self._parallel is None:
+            return None
+        return list(self._parallel.pieces(model))
+
+    def common_state(self) -> dict[str, npt.NDArray[Any]]:
+        """The optimizer's state that is not in `pieces`."""
+        assert self._parallel is not None
+        return self._parallel.common_state()
+
+    def told(self, means: Means, step: int) -> RankTraffic | None:
         """Take note of what ranks told with a step; what they have exchanged since the step before."""
-        flags = [int(row[0]) for row in notes if row[0]]
+        flags = [int(row[0]) for row in means.notes if row[0]]
         if flags and self._last_step is None:
             # Every rank has read what was told with a step after the next.
             self._stop, self._last_step = max(flags), step + 1
-        before, self._before = self._before or notes, notes
-        if len(notes) < 2:
+        before, self._before = self._before or means.traffic, means.traffic
+        if len(means.traffic) < 2:
             return None
-        since = [[now[at] - then[at] for at in (1, 2)] for now, then in zip(notes, before, strict=True)]
-        return Traffic(tuple(row[0] for row in since), int(sum(row[1] for row in since)))
+        return RankTraffic(tuple([now.since(then) for now, then in zip(means.traffic, before, strict=True)]))
 
     def stops(self, step: int, own: Stop) -> bool:
         """Whether the run ends now, after a step, as this rank or another wants."""

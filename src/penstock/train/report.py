@@ -31,7 +31,7 @@ def write_report(
     points = {name: curve.shown() for name, curve in curves.items()}
     done = int(points["step"][-1][1]) if "step" in points else 0
     steps = config.run.steps if isinstance(config, Config) else config.steps or done
-    own = [name for name in points if name not in metrics.NAMES]
+    own = [name for name in points if name not in metrics.NAMES and not metrics.is_of_ranks(name)]
     page = render(run.resolve().name, Run(steps, points, config.tree(), sample, own), findings)
     return _written(run / FILE, page)
 

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 import penstock as ps
 from penstock.data.files import written_whole
 from penstock.errors import CheckpointError, PenstockError, SettingError
 from penstock.formatting import format_bytes
+from penstock.nn.state import read
 from penstock.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from penstock.optim.optimizer import LEAST_SCALE, Optimizer
 from penstock.report import Findings, findings
@@ -29,6 +31,7 @@ from penstock.train.metrics import MetricsLog, read_curves
 from penstock.train.ranks import Ranks
 from penstock.train.report import CONFIG_FILE, read_findings, read_sample, write_report, write_sample
 from penstock.train.report import FILE as REPORT_FILE
+from penstock.train.saving import check_shared, save_together
 from penstock.train.settings import RunSettings
 from penstock.train.view import NoView, View
 
@@ -138,33 +141,42 @@ class Run:
     # Checkpoints
 
     def _save(self, validation: float | None, score: float | None = None) -> None:
-        with self._ranks.whole("host"):
-            model = self._model_state()
-        for name, array in model.items():
-            if array.size and array.dtype.kind not in "biu":
-                self._check(float(np.abs(array.astype(np.float32)).max()), f"largest of {name}", self.step)
-        states = [optimizer.state_dict() for optimizer in self.optimizers]
-        if any(state.get("scale", math.inf) <= LEAST_SCALE for state in states):
+        scales = (optimizer._numbers["scale"] for optimizer in self.optimizers if optimizer._numbers)
+        if any(float(scale) <= LEAST_SCALE for scale in scales):
             self._view.note(
                 f"at step {self.step} the gradients overflow float16 even though the loss is not scaled any "
                 "more; such steps change nothing. Use bfloat16 or float32, or a lower learning_rate"
             )
+        tensors = self._model_tensors()
+        pieces = self._ranks.pieces(tensors)
+        model: Arrays = {}
+        if pieces is None:
+            with self._ranks.whole("host"):
+                model = read(tensors)
+        for name, array in model.items():
+            self._check_array(f"model.{name}", array)
+        states = [optimizer.state_dict() for optimizer in self.optimizers] if pieces is None else []
         checkpoint = Checkpoint(
             step=self.step,
             config=self._settings(),
             model=model,
-            optimizer=_joined(states),
+            optimizer=_joined(states) if pieces is None else self._ranks.common_state(),
             generator=ps.random.state(),
             seconds=self._seconds,
             validation_loss=validation,
             **self._state(score),
         )
-        if self._ranks.writes:
-            with self._ranks.group.patient():
-                checkpoints.save(self.folder, checkpoint)
-        self._ranks.group.barrier()  # the others may read it
+        if pieces is None:
+            checkpoints.save(self.folder, checkpoint)
+        else:
+            save_together(self.folder, checkpoint, pieces, self._ranks.group, self._check_array)
         self._saved = self.step
         self._call("on_checkpoint", checkpoints.path_of(self.folder, self.step))
+
+    def _check_array(self, name: str, array: npt.NDArray[Any]) -> None:
+        if name.startswith("model.") and array.size and array.dtype.kind not in "biu":
+            largest = float(np.abs(array.astype(np.float32)).max())
+            self._check(largest, f"largest of {name.removeprefix('model.')}", self.step)
 
     def _check(self, value: float, what: str, step: int) -> None:
         if math.isfinite(value):
@@ -207,6 +219,7 @@ class Run:
         if resumed:
             self._restore(resumed)
         self._ranks.group.barrier()  # all have read what rank 0 may replace
+        check_shared(self.folder, self._ranks.group)
         self._is_first = not (self.folder / CONFIG_FILE).exists()
         if self._ranks.writes:
             self._write_settings()
@@ -244,9 +257,9 @@ class Run:
         ps.random.set_state(checkpoint.generator)
         self.step, self._seconds = checkpoint.step, checkpoint.seconds
 
-    def _model_state(self) -> Arrays:
+    def _model_tensors(self) -> dict[str, ps.Tensor]:
         """What a checkpoint has of the model."""
-        return self.model.state_dict()
+        return self.model.saved_tensors()
 
     def _load_model_state(self, state: Arrays) -> None:
         self.model.load_state_dict(state)
@@ -317,13 +330,13 @@ def _parted(state: Arrays, count: int) -> list[Arrays]:
     """The states that were joined."""
     if count == 1:
         return [state]
-    parts: list[Arrays] = [{} for _ in range(count)]
+    parts: list[dict[str, npt.NDArray[Any]]] = [{} for _ in range(count)]
     for name, array in state.items():
         number, _, rest = name.partition(".")
         if not number.isdecimal() or int(number) >= count:
             raise ValueError(f"the state of another number of optimizers than {count}")
         parts[int(number)][rest] = array
-    return parts
+    return [*parts]
 
 
 def _said(error: Exception) -> str:

@@ -36,7 +36,7 @@ from penstock.train.bases import (
     load_base,
     load_trained,
     model_of_run,
-    trained_state,
+    trained_tensors,
 )
 from penstock.train.building import build_model, loss_of, make_optimizer, parallel, settled
 from penstock.train.checkpoint import Arrays, Checkpoint
@@ -205,8 +205,8 @@ class TextTrainer(Trainer):
     def _model_name(self) -> str:
         return self.config.model.name or "a GPT"
 
-    def _model_state(self) -> Arrays:
-        return trained_state(self.model)
+    def _model_tensors(self) -> dict[str, ps.Tensor]:
+        return trained_tensors(self.model)
 
     def _load_model_state(self, state: Arrays) -> None:
         load_trained(self.model, state)

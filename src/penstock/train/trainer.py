@@ -344,7 +344,7 @@ class Trainer(Run):
                 limit_bytes=memory.limit_bytes,
                 hit_rate=memory.pool.hit_rate,
                 epoch=epoch if self._has_epochs else None,
-                traffic=self._ranks.told(means.notes, step),
+                traffic=self._ranks.told(means, step),
                 others=_finite(values),
                 **self._speed(rate_of),
             )

@@ -196,7 +196,7 @@ class LiveView:
         rows.add_row("speed", f"{recent.speed}; {recent.waiting}")
         rows.add_row("memory", f"{recent.memory}; {metrics.hit_rate:.0%} of requests served by the pool")
         if metrics.traffic:
-            rows.add_row("ranks", str(metrics.traffic))
+            rows.add_row("ranks", "\n".join([str(metrics.traffic), *metrics.traffic.lines()]))
         self._progress.update(self._task, completed=metrics.step, description="training")
         self._live.update(Group(self._progress, rows))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from functools import cache
 
 from penstock.nn.functional.common import check_floating, takes_dim, wide
@@ -22,6 +23,9 @@ from penstock.tensor.reduction import count_nonzero, mean
 from penstock.tensor.reduction import max as max_
 from penstock.tensor.reduction import min as min_
 from penstock.tensor.reduction import sum as sum_
+
+# Called with each running statistic that is about to change, if there is a function.
+changing: ContextVar[Callable[[Tensor], None] | None] = ContextVar("changing", default=None)
 
 Shape = int | Sequence[int]
 
@@ -217,6 +221,8 @@ def _move(running: Tensor, new: Tensor, momentum: float | Tensor) -> None:
 
 def replace_running(running: Tensor, value: Tensor) -> None:
     """Give a buffer another value, which is computed in the next run of the device."""
+    if (note := changing.get()) is not None:
+        note(running)
     running._rebind(astype(value, running.dtype))
     if capture.get() is None:  # a pending value would keep the history of the batch, and recompute it
         running.device.updated[id(running)] = weakref.ref(running._node)
