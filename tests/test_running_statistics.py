@@ -38,7 +38,8 @@ def trained(device: Device, jitted: bool, momentum: float | None, steps: int = 3
     losses = [
         optimizer.train(run, ps.asarray(batch.astype(np.float32), device=device)).wait() for batch in batches
     ]
-    state = {name: array.tobytes() for name, array in model.state_dict().items()}
+    with optimizer.gathered():
+        state = {name: array.tobytes() for name, array in model.state_dict().items()}
     return losses, state, {name: tensor.numpy() for name, tensor in model.named_buffers()}, batches
 
 
@@ -55,8 +56,8 @@ def test_statistics_are_means_over_shards(jitted: bool, momentum: float | None) 
     assert np.allclose(buffers["0.running_mean"], mean, rtol=1e-4)
     assert np.allclose(buffers["0.running_var"], variance, rtol=1e-4)
     assert buffers["0.num_batches_tracked"] == len(batches)
-    for count in (2, 4):
-        for other in on_ranks(count, lambda device: trained(device, jitted, momentum)):
+    for count, zero in ((2, 0), (4, 0), *([(2, 3)] if jitted else [])):
+        for other in on_ranks(count, lambda device, zero=zero: trained(device, jitted, momentum, zero=zero)):
             assert other[:2] == (losses, state)
 
 
@@ -73,9 +74,11 @@ def test_statistics_in_the_order_of_the_engine() -> None:
 def test_a_trainer_with_statistics(tmp_path: Path) -> None:
     options: dict[str, Any] = {"steps": 5, "norm": True, "accumulate": 2, "checkpoint_every": 2}
     alone = result(1, "trainer", folder=str(tmp_path / "1"), **options)
-    several = result(4, "trainer", folder=str(tmp_path / "2"), **options)
-    for part in ("losses", "validation", "weights", "buffers"):
-        assert several[part] == alone[part]
+    for count, zero in ((4, 0), (2, 3)):
+        folder, parallel = str(tmp_path / f"{count}"), {"zero": zero}
+        several = result(count, "trainer", folder=folder, parallel=parallel, **options)
+        for part in ("losses", "validation", "weights", "buffers"):
+            assert several[part] == alone[part]
 
 
 class Counting(ps.nn.Module):

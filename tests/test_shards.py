@@ -189,7 +189,7 @@ def test_ranks_that_are_killed_while_they_write(seed: int, tmp_path: Path) -> No
             "call": int(rng.integers(1, latest)),
             "later": float(rng.choice([0, 1e-4, 1e-3])),
         }
-        zero = {"zero": int(rng.integers(3))}
+        zero = {"zero": int(rng.integers(4))}
         killed = started(count, "trainer", folder=str(folder), writing=moment, parallel=zero, **options)
         assert killed.returncode != 0, moment
         if checkpoints.checkpoint_files(folder):
