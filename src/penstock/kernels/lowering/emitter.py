@@ -160,10 +160,13 @@ class Emitter:
             depth = max(depth, self.depth_of[name])
             if name in self.lane_steps:
                 steps.append((factor, self.lane_steps[name]))
-        return affine(index), depth, self._added(steps) if steps else 0
+        return affine(index), depth, self._added(steps)
 
     def _added(self, steps: Sequence[tuple[int, ir.Steps]]) -> ir.Steps:
         """The sum of steps that have factors: the same from each lane to the next, if it is."""
+        alike = [factor * step for factor, step in steps if isinstance(step, int)]
+        if len(alike) == len(steps):
+            return sum(alike)
         offsets = [0] * self.lanes
         for factor, step in steps:
             for lane, far in enumerate(ir.lane_offsets(step, self.lanes)):
