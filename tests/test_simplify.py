@@ -103,6 +103,16 @@ def test_what_changes_nothing_is_left_out() -> None:
     assert joined.attributes["axes"] == (2, 0, 1)
 
 
+def test_successive_paddings_are_one() -> None:
+    x = x_((2, 3))
+    spread = shaping.pad(x, ((0, 2, 1), (1, 3, 2)), (2, 6))
+    alone = shaping.reshape(spread, (2, 1, 6))
+    whole = shaping.pad(alone, ((1, 2, 2), (0, 1, 1), (2, 6, 1)), (5, 1, 9))
+    (simple,) = simplify([whole])
+    assert [node.primitive.name for node in topological([simple]) if node.value is None] == ["reshape", "pad"]
+    np.testing.assert_array_equal(evaluate(simple), evaluate(whole))
+
+
 def test_computed_nodes_stay() -> None:
     x = x_()
     y = elementwise.exp(x)

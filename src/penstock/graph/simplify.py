@@ -19,7 +19,7 @@ from penstock.graph.checkpoint import BARRIER
 from penstock.graph.contraction import MATMUL
 from penstock.graph.elementwise import CAST, FULL, full
 from penstock.graph.node import Kind, Node, Shape, rewrite, topological
-from penstock.graph.shaping import PERMUTE, RESHAPE
+from penstock.graph.shaping import PAD, PERMUTE, RESHAPE
 
 
 def simplify(outputs: Sequence[Node], leaves: Mapping[Node, Node] | None = None) -> list[Node]:
@@ -80,6 +80,10 @@ def _simplified(node: Node, inputs: tuple[Node, ...]) -> Node:
         return _simplified(Node(RESHAPE, inputs, {"shape": node.shape}), inputs)
     if primitive in (RESHAPE, PERMUTE) and inputs[0].primitive is primitive and inputs[0].value is None:
         return _merged(node, inputs[0])
+    if primitive is PAD and inputs[0].primitive is PAD and inputs[0].value is None:
+        return _padded_once(node, inputs[0])
+    if primitive is RESHAPE and inputs[0].primitive is PAD and inputs[0].value is None:
+        return _reshaped_first(node, inputs[0]) or Node(primitive, inputs, node.attributes)
     # Always a new node: the recorded node may be given a value later, which must not show in this graph.
     return Node(primitive, inputs, node.attributes)
 
@@ -97,6 +101,33 @@ def _merged(node: Node, before: Node) -> Node:
         return source if source.shape == node.shape else Node(RESHAPE, (source,), node.attributes)
     axes = tuple(before.attributes["axes"][axis] for axis in node.attributes["axes"])
     return source if axes == tuple(range(len(axes))) else Node(PERMUTE, (source,), {"axes": axes})
+
+
+def _padded_once(node: Node, before: Node) -> Node:
+    """Two successive paddings as a single node."""
+    pairs = zip(before.attributes["slices"], node.attributes["slices"], strict=True)
+    slices = tuple(
+        (outer + start * apart, count, step * apart) for (start, count, step), (outer, _, apart) in pairs
+    )
+    return Node(PAD, before.inputs, {**node.attributes, "slices": slices})
+
+
+def _reshaped_first(node: Node, before: Node) -> Node | None:
+    """A padding whose axes of length 1 are dropped or added: first that, so that it may merge with another."""
+    source, slices = before.inputs[0], before.attributes["slices"]
+    long = [axis for axis, length in enumerate(before.shape) if length > 1]
+    lengths = [length for length in node.shape if length > 1]
+    same = lengths == [before.shape[axis] for axis in long] and node.size > 0
+    if not same or any(slices[axis] != (0, 1, 1) for axis in range(before.ndim) if axis not in long):
+        return None
+    axes = iter(long)
+    kept = [next(axes) if length > 1 else None for length in node.shape]
+    shape = tuple(1 if axis is None else source.shape[axis] for axis in kept)
+    inner = Node(RESHAPE, (source,), {"shape": shape})
+    outer = {**before.attributes, "shape": node.shape}
+    outer["slices"] = tuple((0, 1, 1) if axis is None else slices[axis] for axis in kept)
+    moved = _simplified(inner, inner.inputs)
+    return _simplified(Node(PAD, (moved,), outer), (moved,))
 
 
 def _hashable(node: Node) -> Any:

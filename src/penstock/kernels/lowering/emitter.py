@@ -160,10 +160,13 @@ class Emitter:
             depth = max(depth, self.depth_of[name])
             if name in self.lane_steps:
                 steps.append((factor, self.lane_steps[name]))
-        return affine(index), depth, self._added(steps) if steps else 0
+        return affine(index), depth, self._added(steps)
 
     def _added(self, steps: Sequence[tuple[int, ir.Steps]]) -> ir.Steps:
         """The sum of steps that have factors: the same from each lane to the next, if it is."""
+        alike = [factor * step for factor, step in steps if isinstance(step, int)]
+        if len(alike) == len(steps):
+            return sum(alike)
         offsets = [0] * self.lanes
         for factor, step in steps:
             for lane, far in enumerate(ir.lane_offsets(step, self.lanes)):
@@ -384,11 +387,18 @@ class Emitter:
     def _pad(self, node: Node, coords: Coords) -> Value:
         source, inside, depth = node.inputs[0], [], 0
         conditions: list[tuple[ir.Expr, int]] = []
+        masks: list[tuple[ir.Expr, int]] = []  # of lanes
         for index, (start, count, step) in zip(coords, node.attributes["slices"], strict=True):
             first = start if step > 0 else start + (count - 1) * step
             extent = (count - 1) * abs(step) + 1
-            condition, moved, own_depth = self._inside(index, first, extent)
-            if abs(step) > 1:
+            digits = self._digits(index + Index((), -first), abs(step))
+            if digits is not None:
+                condition, moved, own_depth = self._inside(digits[0], 0, count)
+                on, _, on_depth = self._of_lanes(digits[1], 0, 1) or self._inside(digits[1], 0, 1)
+                (masks if on.type.width > 1 else conditions).append((on, on_depth))
+            else:
+                condition, moved, own_depth = self._inside(index, first, extent)
+            if abs(step) > 1 and digits is None:
                 on, moved = self._on_step(moved, abs(step))
                 own_depth = max(own_depth, self.index(moved)[1])
                 conditions.append((on, own_depth))
@@ -400,10 +410,22 @@ class Emitter:
         with self._under(*conditions):
             value = self.value(source, tuple(inside))
         real = [condition for condition, _ in conditions if condition != ir.TRUE]
-        if not real:
+        if not real and not masks:
             return value
         zero = self.let(ir.Broadcast(value.type, ir.Const(0)), 0)
-        return self._select(ir.all_of(real), depth, value, zero)
+        for mask, own_depth in masks:
+            value = self._select(mask, own_depth, value, zero)
+        return self._select(ir.all_of(real), depth, value, zero) if real else value
+
+    def _digits(self, index: Index, step: int) -> tuple[Index, Index] | None:
+        """An index divided by a step: quotient and remainder, where variables tell them on a CPU."""
+        if step == 1 or not self._vectors:
+            return None
+        whole, part = divmod(index.constant, step)
+        quotient = Index(tuple((name, n // step) for name, n in index.terms if n % step == 0), whole)
+        remainder = Index(tuple((name, n) for name, n in index.terms if n % step), part)
+        low, high = self.variables.bounds(remainder)
+        return (quotient, remainder) if 0 <= low and high < step else None
 
     def _on_step(self, index: Index, step: int) -> tuple[ir.Expr, Index]:
         """Whether an index is a multiple of a step, and the quotient."""
