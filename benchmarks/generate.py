@@ -4,10 +4,12 @@
     python benchmarks/generate.py --device cuda:0 --model llama-8b --quantize int8 int4
     python benchmarks/generate.py --model tiny --prompt 64 --tokens 32     # on any machine
     python benchmarks/generate.py --device cuda:0 --model llama-1b --requests 256 --slots 32
+    python benchmarks/generate.py --model smollm --dtype float32 --prompt 256 --tokens 32 --peers  # on a CPU
 
 For Llamas, PyTorch runs beside it with the same weights where it is installed (`torch_llama.py`): a static
 cache, and each token a replay of one compiled step. With `--requests`, so many come at random moments to an
-engine, with prompts and answers of random lengths.
+engine, with prompts and answers of random lengths. With `--peers`, transformers and llama.cpp run in turn
+with it, where they are installed (`cpu_peers.py`).
 The share of bandwidth is that of the bytes which a step has to read, the weights and the cached keys and
 values, at the rate at which the device copies memory.
 """
@@ -17,12 +19,15 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+import cpu_peers
 import penstock as ps
 import torch_llama
+from measuring import Report
 from penstock.models import LanguageModel
 from penstock.tensor.core import resolve
 
@@ -36,6 +41,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
+    },
+    "smollm": {  # of 135 million parameters
+        **LLAMA,
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
     },
     "gpt2": {
         "model_type": "gpt2",
@@ -132,6 +148,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--quantize", nargs="*", choices=("int8", "int4"), default=[])
     parser.add_argument("--no-torch", action="store_true", help="without PyTorch beside it")
+    parser.add_argument(
+        "--peers", action="store_true", help="transformers and llama.cpp on the CPU beside it"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="with peers")
+    parser.add_argument("--save", type=Path, help="a file for the results with peers")
     parser.add_argument("--requests", type=int, default=0)
     parser.add_argument("--slots", type=int, default=32)
     parser.add_argument("--rate", type=float, default=1000.0, help="requests a second")
@@ -139,6 +160,9 @@ def main() -> None:
     if chosen.device:
         ps.use(chosen.device)
     device = ps.default_device()
+    if chosen.peers:
+        beside_peers(chosen)
+        return
     rate = copy_rate(device)
     print(f"{device}; a copy moves {rate / 1e9:.0f} GB/s")
     for quantized in (None, *chosen.quantize):
@@ -147,6 +171,17 @@ def main() -> None:
             ps.quantize(model, quantized)
         report(model, f"{chosen.model} {quantized or chosen.dtype}", chosen, rate)
         del model
+
+
+def beside_peers(chosen: argparse.Namespace) -> None:
+    report, model = Report(), ps.models.build(SHAPES[chosen.model]).to(chosen.dtype)
+    cpu_peers.compare(model, chosen.prompt, chosen.tokens, chosen.rounds, report)
+    if chosen.save:
+        peers = (cpu_peers.torch, cpu_peers.transformers, cpu_peers.llama_cpp)
+        versions = {peer.__name__: peer.__version__ for peer in peers if peer is not None}
+        given = f" --model {chosen.model} --dtype {chosen.dtype} --prompt {chosen.prompt} "
+        given += f"--tokens {chosen.tokens} --rounds {chosen.rounds} --peers"
+        report.save(chosen.save, "generate", ps.default_device(), versions, given)
 
 
 def step_bytes(model: LanguageModel) -> int:

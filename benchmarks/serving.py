@@ -210,6 +210,8 @@ class Client(threading.Thread):
     ) -> None:
         text, reason = "", None
         for line in answer:
+            if line.startswith(b":"):  # a comment: the server is alive
+                continue
             data = line.decode().strip().removeprefix("data: ")
             if data == "[DONE]":
                 answer.read()

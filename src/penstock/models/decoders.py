@@ -81,7 +81,7 @@ class Decoder:
         self._batch: list[TokenSequence] | None = None  # the sequences of the last step, and their settings
         self._numbers, self._seeds, self._needs = self._state, self._state, Needs()
         self._pages_of_slots = np.zeros((slots, pages_of(model.context)), np.int32)
-        self.programs = Programs(self._program, self._capture)
+        self.programs = Programs(_weakly(self._program), _weakly(self._capture))
         self._see = _jitted(self._see_row)
         self._last: dict[str, tuple[npt.NDArray[Any], Tensor]] = {}  # what was uploaded for the last tokens
 
@@ -318,14 +318,24 @@ def most_pages(model: LanguageModel) -> int:
     return ((1 << 30) - 1) // items
 
 
-def _jitted(method: Callable[..., Any], **fixed: Any) -> Any:
-    """A jitted method that does not keep its object, which holds it, alive."""
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method as a function that does not keep its object, which may hold it, alive."""
     reference = weakref.WeakMethod(method)
 
-    def run(*args: Any) -> Any:
+    def call(*args: Any, **fixed: Any) -> Any:
         bound = reference()
         assert bound is not None
         return bound(*args, **fixed)
+
+    return call
+
+
+def _jitted(method: Callable[..., Any], **fixed: Any) -> Any:
+    """A jitted method, which does not keep its object alive."""
+    call = _weakly(method)
+
+    def run(*args: Any) -> Any:
+        return call(*args, **fixed)
 
     return jit(run)
 

@@ -34,8 +34,8 @@ _SIZES = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER = {
+TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -89,9 +89,9 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, PackedTensor]]:
         match = _NAME.fullmatch(tensor.name)
         if tensor.name == _FACTORS:
             continue
-        if match is None or match[2] not in (_TOP if match[1] is None else _LAYER):
+        if match is None or match[2] not in (TOP_NAMES if match[1] is None else LAYER_NAMES):
             raise CheckpointError(f"{path} has a tensor that its family does not: {shown(tensor.name)}")
-        name = _TOP[match[2]] if match[1] is None else f"model.layers.{match[1]}.{_LAYER[match[2]]}"
+        name = TOP_NAMES[match[2]] if match[1] is None else f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}"
         rotated = heads.get(match[2], 0) if config["model_type"] == "llama" else 0
         shape = tuple(int(size) for size in reversed(tensor.shape))
         tensors[f"{name}.{match[3]}"] = PackedTensor(

@@ -60,14 +60,16 @@ def covering(slots: int, context: int, tokens: int, shortest: int, width: int) -
     lengths = [min(shortest, context)]
     while lengths[-1] < min(tokens, context):
         lengths.append(bucket(lengths[-1] + 1, lengths[0], context))
-    shapes = [(slots, 0)]
+    shapes: list[tuple[int, int]] = []
     rows = slots
     for length in lengths:
         rows = min(rows, bucket(max(tokens // length, 1) + 1, 1, slots * 2) // 2)
-        shapes = [shape for shape in shapes if shape[0] > rows or not shape[1]]
+        shapes = [shape for shape in shapes if shape[0] > rows]
         shapes.append((rows, length))
+    # Two shapes have a program together, of twice the tokens: each takes seconds until an engine is ready.
+    together = [(shapes[at][0], shapes[at : at + 2][-1][1]) for at in range(0, len(shapes), 2)]
     everything = Needs(*[True] * len(Needs._fields))
-    for rows, length in shapes:
+    for rows, length in ((slots, 0), *together):
         yield Bucket(rows, length, width, False, everything)
 
 

@@ -1,0 +1,153 @@
+"""Generation by transformers and llama.cpp with the weights of ours, for `generate.py --peers`.
+
+All sides run in turn on all cores, with a prompt and then greedy tokens, one sequence at a time. Each is
+given by its best round: on a busy machine, the others measure the machine.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from measuring import Report, installed
+from penstock.models import LanguageModel
+from penstock.models.gguf import LAYER_NAMES, TOP_NAMES
+
+torch, transformers, llama_cpp, gguf = map(installed, ("torch", "transformers", "llama_cpp", "gguf"))
+Tokens = Callable[[list[int], int], Iterator[int]]  # of a prompt, and how many
+
+
+def ours(model: LanguageModel) -> Tokens:
+    def tokens(ids: list[int], count: int) -> Iterator[int]:
+        return (piece.id for piece in model.stream([ids], count, temperature=0, stop_tokens=()))
+
+    return tokens
+
+
+def of_transformers(folder: Path) -> Tokens:
+    torch.set_num_threads(os.cpu_count() or 1)
+    network = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    def tokens(ids: list[int], count: int) -> Iterator[int]:
+        given, cache = torch.tensor([ids]), None
+        with torch.inference_mode():
+            for _ in range(count):
+                result = network(given, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                given, cache = result.logits[:, -1].argmax(-1, keepdim=True), result.past_key_values
+                yield int(given)
+
+    return tokens
+
+
+def of_llama_cpp(path: Path, context: int) -> Tokens:
+    cores = os.cpu_count() or 1
+    network = llama_cpp.Llama(
+        str(path), n_ctx=context, n_batch=512, n_threads=cores, n_threads_batch=cores, verbose=False
+    )
+
+    def tokens(ids: list[int], count: int) -> Iterator[int]:
+        network.reset()
+        given = ids
+        for _ in range(count):
+            network.eval(given)
+            logits = np.ctypeslib.as_array(
+                llama_cpp.llama_get_logits_ith(network.ctx, -1), (network.n_vocab(),)
+            )
+            given = [int(logits.argmax())]
+            yield given[0]
+
+    return tokens
+
+
+def write_gguf(model: LanguageModel, path: Path) -> None:
+    """The weights of a Llama as llama.cpp has them: queries and keys in pairs, and no vocabulary."""
+    config = model.config
+    made = gguf.GGUFWriter(path, "llama")
+    made.add_block_count(config["num_hidden_layers"])
+    made.add_context_length(config["max_position_embeddings"])
+    made.add_embedding_length(config["hidden_size"])
+    made.add_feed_forward_length(config["intermediate_size"])
+    made.add_head_count(config["num_attention_heads"])
+    made.add_head_count_kv(config["num_key_value_heads"])
+    made.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    made.add_rope_freq_base(config["rope_theta"])
+    made.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
+    made.add_tokenizer_model("no_vocab")
+    made.add_vocab_size(config["vocab_size"])
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    top = {theirs: name for name, theirs in TOP_NAMES.items()}
+    layers = {theirs: name for name, theirs in LAYER_NAMES.items()}
+    for name, tensor, _ in model.file_weights():
+        array, (place, kind) = tensor.numpy().astype(np.float32), name.rsplit(".", 1)
+        if count := heads.get(place.rpartition(".")[2]):
+            rows = array.shape[0]
+            array = array.reshape(count, 2, rows // count // 2, -1).swapaxes(1, 2).reshape(array.shape)
+        if place.startswith("model.layers."):
+            _, _, number, layer = place.split(".", 3)
+            made.add_tensor(f"blk.{number}.{layers[layer]}.{kind}", np.ascontiguousarray(array))
+        else:
+            made.add_tensor(f"{top[place]}.{kind}", array)
+    made.write_header_to_file()
+    made.write_kv_data_to_file()
+    made.write_tensors_to_file()
+    made.close()
+
+
+def timed(tokens: Tokens, ids: list[int], count: int) -> tuple[list[int], list[float]]:
+    """The tokens, and for the prompt and each token after it: seconds, and seconds of processors."""
+    start, busy, marks, made = time.perf_counter(), time.process_time(), [], []
+    for token in tokens(ids, count):
+        made.append(token)
+        marks.append((time.perf_counter(), time.process_time()))
+    return made, [
+        marks[0][0] - start,
+        (marks[-1][0] - marks[0][0]) / (count - 1),
+        marks[0][1] - busy,
+        (marks[-1][1] - marks[0][1]) / (count - 1),
+    ]
+
+
+def compare(model: LanguageModel, prompt: int, count: int, rounds: int, report: Report) -> None:
+    """All sides that are installed, in turn."""
+    ids = np.random.default_rng(0).integers(0, model.vocab_size, prompt).tolist()
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        model.save(folder / "model")
+        sides = {"penstock": ours(model)}
+        if transformers is not None and torch is not None:
+            sides["transformers"] = of_transformers(folder / "model")
+        if llama_cpp is not None:
+            write_gguf(model, folder / "model.gguf")
+            sides["llama.cpp"] = of_llama_cpp(folder / "model.gguf", prompt + count)
+        made = {name: timed(side, ids, count)[0] for name, side in sides.items()}  # builds programs
+        runs: dict[str, list[list[float]]] = {name: [] for name in sides}
+        for _ in range(rounds):
+            for name, side in sides.items():
+                runs[name].append(timed(side, ids, count)[1])
+    best = {name: [min(column) for column in zip(*rows, strict=True)] for name, rows in runs.items()}
+    middle = {
+        name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in runs.items()
+    }
+    for at, what in enumerate((f"prompt of {prompt}", "token after it")):
+        for name, seconds in best.items():
+            same = next(
+                (
+                    k
+                    for k, pair in enumerate(zip(made["penstock"], made[name], strict=True))
+                    if len({*pair}) > 1
+                ),
+                count,
+            )
+            detail = (
+                f"{seconds[at] * 1e3:.1f} ms, median {middle[name][at] * 1e3:.1f}, processors "
+                f"{seconds[at + 2] * 1e3:.1f}; {same} of {count} tokens are ours"
+            )
+            ratio = seconds[at] / best["penstock"][at]
+            goal = "" if name == "penstock" else ">= 1"
+            report.add(f"{what}, {name}: time / ours", ratio, "x", goal, ratio >= 1 if goal else None, detail)
