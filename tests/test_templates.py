@@ -247,6 +247,8 @@ def test_scans_keep_what_is_special(bench: Bench, variant: str) -> None:
         (largest, "int8", (5, 66, 3), 1),
         (largest, "bool", (4, 130), 1),
         (smallest, "bool", (1, 5, 9), 1),
+        (largest, "float32", (1, 5003), 1),  # few rows, which a GPU divides
+        (smallest, "int8", (2, 2500), 1),
     ],
 )
 def test_extremes(
@@ -264,9 +266,11 @@ def test_the_first_of_equal_ones_and_the_first_nan_win(bench: Bench, variant: st
     rows[0] = NAN
     rows[1] = -INF
     rows[2, 1099] = NAN
-    for array, axis in ((rows, 1), (np.ascontiguousarray(rows.T), 0)):
+    few = np.zeros((1, 4100), np.float32)
+    few[0, [1500, 3000, 4099]] = 1, 1, NAN
+    for array, axis in ((rows, 1), (np.ascontiguousarray(rows.T), 0), (few, 1), (few[:, :4000], 1)):
         for make in (largest, smallest):
-            check(bench, variant, make(at(array), axis))
+            check(bench, variant, make(at(np.ascontiguousarray(array)), axis))
 
 
 @pytest.mark.slow("webgpu")

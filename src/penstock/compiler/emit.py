@@ -89,6 +89,9 @@ class _Steps:
         locations += [self._temporary(value) for value in scratch]
         reads = tuple(self._range(node) for node in dict.fromkeys(map(base, group.inputs)))
         writes = tuple(self._range(node) for node in group.outputs)
+        restored = (
+            () if written is None else tuple(self._range(base(group.inputs[at])) for at in written.restores)
+        )
         scalars = tuple(self._state.constants[constant_key(node, name)] for node, name in constants(group))
         calls: tuple[Call, ...] = ()
         if written is not None:
@@ -99,7 +102,7 @@ class _Steps:
                     scalars=launch.scalars,
                     constants=scalars,
                     work=_work(group),
-                    touched=Touched(reads, writes),
+                    touched=Touched(reads, writes + restored),
                     scratch=tuple(self._span(value) for value in scratch),
                     cost=cost,
                 )

@@ -190,6 +190,7 @@ def _step_shape(
     table: Node,
     positions: Node,
     taken: Node,
+    counters: Node | None = None,
     *,
     part: str,
     scale: float,
@@ -202,6 +203,7 @@ def _step_shape(
     assert key.dtype == value.dtype == pages.dtype
     assert taken.shape == (query.shape[0],)
     assert taken.dtype == int32
+    assert counters is None or counters.dtype == int32
     return shape if part == "result" else (pages.shape, pages.dtype)
 
 
@@ -213,6 +215,7 @@ def _step_reference(
     table: Array,
     positions: Array,
     taken: Array,
+    *counters: Array,
     part: str,
     **attributes: float,
 ) -> Array:
@@ -228,7 +231,7 @@ def _step_parts(node: Node, capabilities: Capabilities) -> Node | None:
     """The rows of keys and values are put, and then attended to."""
     if has_step_kernel(capabilities):
         return None
-    query, key, value, pages, table, positions, taken = node.inputs
+    query, key, value, pages, table, positions, taken = node.inputs[:7]
     _, count, heads, page, size = pages.shape
     rows, width = table.shape
     last = reshape(positions, (rows,))
@@ -270,7 +273,8 @@ def paged_step(
 ) -> tuple[Node, Node]:
     """Attention of single queries after their keys and values were put into the pages; and these pages.
 
-    The inputs are queries, keys, values, pages, table, positions, and which rows put anything.
+    The inputs are queries, keys, values, pages, table, positions, and which rows put anything. There may be
+    zeros as the last, which a kernel counts with and leaves as zeros: then it combines splits by itself.
     """
     attributes = {"scale": scale, "window": window or 0, "softcap": softcap or 0.0}
     result, new_pages = (

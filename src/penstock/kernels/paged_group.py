@@ -13,7 +13,7 @@ from penstock.kernels.dialects import dialect_of
 from penstock.kernels.dialects.dialect import MANY_STEPS
 from penstock.kernels.lowering.emitter import Emitter
 from penstock.kernels.templates.launches import Launch, Lowering
-from penstock.kernels.templates.paged_attention import Sizes, Unit, combining, on_gpu, sizes_of
+from penstock.kernels.templates.paged_attention import Sizes, Unit, combined, combining, on_gpu, sizes_of
 from penstock.kernels.templates.update import copying
 
 _NAMES = ("own_row", "own_head", "own_item")  # the variables of an operand's items
@@ -27,17 +27,21 @@ def paged_group(group: Group, capabilities: Capabilities) -> Lowering:
     """
     parts = {node.attributes["part"]: at for at, node in enumerate(group.outputs)}
     node = group.outputs[0]
-    query, _, _, pages, table, positions, taken = node.inputs
+    query, _, _, pages, table, positions, taken, *counters = node.inputs
     sizes = sizes_of(query, pages, table, node.attributes, capabilities)
     kernel = Emitter(group, Variables({})).kernel
+    counts = [node for node in counters if node.size >= sizes.units and sizes.splits > 1]
+    counts = counts if dialect_of(capabilities).device_atomics else []
     results = [sizes.type] * 2 if sizes.splits > 1 else [sizes.dtype]
-    outputs = [*results, *([sizes.dtype] if "pages" in parts else [])]
+    outputs = [*results, *[sizes.dtype] * (("pages" in parts) + len(counts))]
     k = KernelBuilder("step_over_pages", capabilities, outputs, kernel.inputs, kernel.scalars)
     numbers = [group.inputs.index(base(operand)) for operand in (pages, table, positions, taken)]
     *memories, flags = (k.inputs[number] for number in numbers)
-    target = k.outputs[-1] if "pages" in parts else None
+    target = k.outputs[len(results)] if "pages" in parts else None
     copies = target is not None and dialect_of(capabilities).most_steps(capabilities) == MANY_STEPS
-    step = _Operands(group, node, (*memories, flags), target, copies)
+    known = [group.inputs.index(base(counter)) for counter in counts]
+    counter = k.inputs[known[0]] if known else None
+    step = _Operands(group, node, (*memories, flags), target, copies, counter)
     source = on_gpu(k, sizes, capabilities, memories, step)
     inputs = [len(group.outputs) + at for at in range(len(group.inputs))]
     first_scratch = len(group.outputs) + len(group.inputs)
@@ -54,8 +58,8 @@ def paged_group(group: Group, capabilities: Capabilities) -> Lowering:
         if not copies:
             copy = copying(pages, capabilities, kernel.scalars)
             launches.append(Launch(copy, (parts["pages"], inputs[numbers[0]]), operations=0))
-    launches.append(Launch(source, (*written, *inputs)))
-    if sizes.splits > 1:
+    launches.append(Launch(source, (*written, *[result] * len(known), *inputs)))
+    if sizes.splits > 1 and not known:
         launches.append(
             Launch(
                 combining(sizes, capabilities, kernel.scalars),
@@ -63,16 +67,26 @@ def paged_group(group: Group, capabilities: Capabilities) -> Lowering:
                 operations=0,
             )
         )
-    return Lowering(tuple(launches), tuple(scratch), may_alias=tuple(may_alias))
+    return Lowering(tuple(launches), tuple(scratch), may_alias=tuple(may_alias), restores=tuple(known))
 
 
 class _Operands:
     """Queries, keys and values that each workgroup computes in its local memory."""
 
     def __init__(
-        self, group: Group, node: Node, memories: tuple[Memory, ...], target: Memory | None, copies: bool
+        self,
+        group: Group,
+        node: Node,
+        memories: tuple[Memory, ...],
+        target: Memory | None,
+        copies: bool,
+        counter: Memory | None,
     ) -> None:
-        """`memories` are those of pages, table, positions and flags; `copies`: `put` copies other rows."""
+        """`memories` are those of pages, table, positions and flags; `copies`: `put` copies other rows.
+
+        With a `counter`, the last workgroup of a unit combines its splits.
+        """
+        self._counter = counter
         self._group, self._node, self._target, self._copies = group, node, target, copies
         self._pages, self._table, self._positions, self._flags = memories
 
@@ -148,6 +162,19 @@ class _Operands:
         if self._copies:
             with k.when(~k.same_memory(self._target, self._pages)):
                 self._copy_others(k, self._target)
+
+    def finish(self, k: KernelBuilder, unit: Unit) -> None:
+        """See `Step`."""
+        sizes = self._sizes
+        if self._counter is None:
+            return
+        last = k.comes_last("comes_last", self._counter, unit.number, sizes.splits)
+        with (
+            k.when(last.ne(0)),
+            k.loop("combined", k.thread, sizes.together * sizes.size, self._threads) as item,
+        ):
+            task = k.let("combined_item", unit.head_row(0) * sizes.size + item)
+            k.store(k.outputs[-1], task, combined(k, sizes, task, *k.outputs[:2]))
 
     def _copy_others(self, k: KernelBuilder, target: Memory) -> None:
         """Copy the rows of all pages that no sequence puts; all workgroups together."""

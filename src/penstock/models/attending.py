@@ -101,11 +101,12 @@ class PagedAttention(Attention):
         length: int,
         fresh: bool,
         context: int,
+        counters: Tensor | None = None,
     ) -> None:
         """The input has `length` positions, of which row b takes `counts[b]`, from `starts[b]` on.
 
         A sequence had at least `firsts[b]` positions when they were computed first. With `fresh`, all
-        sequences start here, and pages are only written.
+        sequences start here, and pages are only written. `counters` are zeros that kernels count with.
         """
         rows = starts.shape[0]
         own = arange(length, dtype=int32, device=starts.device)
@@ -118,7 +119,7 @@ class PagedAttention(Attention):
         positions = minimum(maximum(minimum(positions, last), 0), min(context, reach) - 1)
         super().__init__(positions, maximum(reshape(firsts, (rows, 1)), positions + 1))
         self._caches, self._table, self._fresh = caches, table, fresh
-        self._inside, self._counts = inside, counts
+        self._inside, self._counts, self._counters = inside, counts, counters
         self._rows: dict[tuple[int, ...], Tensor] = {}
 
     def attend(
@@ -134,7 +135,7 @@ class PagedAttention(Attention):
         """Write the keys and values of a layer, and attend to all that its sequences have by now."""
         if key.shape[2] == 1 and not self._fresh:
             given = (self._caches[layer], self._table, self.positions, self._counts)
-            mixed, pages = paged_step(query, key, value, *given, scale, window, softcap)
+            mixed, pages = paged_step(query, key, value, *given, scale, window, softcap, self._counters)
             self._caches[layer]._rebind(pages)
             return mixed
         self._write(layer, key, value)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from penstock.models.model import LanguageModel
 
 PAGE = 16  # positions of a page
+_COUNTERS = 128  # for each sequence, with which kernels count workgroups: as many as it has heads, or fewer
 _SHORTEST = 16  # the smallest bucket of new tokens
 # The smallest tables of pages. Those of prompts that continue are small where all of their pages are read;
 # otherwise, a wide table costs nothing but its own memory. Larger tables are powers of 4 of these.
@@ -77,6 +78,7 @@ class Decoder:
         self._from_pages = self._wide and self.device.capabilities.vector_width > 1
         self._caches = [self._empty((1,), weight.dtype) for _ in self._shapes]
         self._state = self._empty((slots, 2), int32)  # of each slot: its last token, and the positions before
+        self._counters = self._empty((slots * _COUNTERS,), int32)
         self._seen = self._empty((1,), bool_)  # for each slot and token whether it occurs, if anybody asks
         self._batch: list[TokenSequence] | None = None  # the sequences of the last step, and their settings
         self._numbers, self._seeds, self._needs = self._state, self._state, Needs()
@@ -278,7 +280,7 @@ class Decoder:
         starts, counts = state[:, 1], astype(slots >= 0, int32)
         tokens = minimum(maximum(state[:, 0], 0), self._vocab_size - 1)  # which they are: no check is needed
         attention = PagedAttention(
-            self._caches, table, starts, counts, starts + 1, 1, fresh=False, context=self.context
+            self._caches, table, starts, counts, starts + 1, 1, False, self.context, self._counters
         )
         features = self._network.run(reshape(tokens, (rows, 1)), attention)
         flat = reshape(features, (rows, features.shape[-1]))

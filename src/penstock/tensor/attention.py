@@ -71,14 +71,16 @@ def paged_step(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    counters: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Put the keys and values of single positions into pages, and attend; the pages after that too.
 
-    Queries, keys and values are (rows, heads, 1, head size), and the result too.
+    Queries, keys and values are (rows, heads, 1, head size), and the result too. With `counters`, zeros, a
+    kernel may combine the splits of long sequences by itself.
     """
     _check(query, key, value, pages)
     single = [permute_dims(operand, (0, 2, 1, 3)) for operand in (query, key, value)]
-    given = [*single, pages, table, positions, taken]
+    given = [*single, pages, table, positions, taken, *([] if counters is None else [counters])]
     result, new = paging.paged_step([tensor._node for tensor in given], scale, window, softcap)
     return permute_dims(record(result, *given), (0, 2, 1, 3)), record(new, *given)
 

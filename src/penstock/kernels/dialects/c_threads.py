@@ -50,6 +50,10 @@ class ThreadPrinter(CPrinter):
             case ir.MultiplyTiles(totals, left, right, dtype):
                 words = ", ".join(map(self.expr, (*totals, *left, *right)))
                 return [f"MULTIPLY_TILES_{dtype.upper()}({words});"]
+            case ir.ComesLast(name, counters, index, count, array):
+                asked = f"COMES_LAST({counters} + {self.addend(index)}, {count})"
+                first = f"if (THREAD == 0) {array}[0] = {asked};"
+                return ["DEVICE_BARRIER;", first, "BARRIER;", f"int {name} = {array}[0];"]
             case ir.BlockReduce():
                 return self._block_reduce(statement)
             case ir.StridedReduce():

@@ -173,6 +173,17 @@ DEVICE void MULTIPLY_TILES_##NAME(float &t0, float &t1, float &t2, float &t3, \\
 PAIR_FUNCTIONS(BFLOAT16, "bf16", 0x43004300, 0x3f803f80, 0xc308c308)
 PAIR_FUNCTIONS(FLOAT16, "f16", 0x64006400, 0x3c003c00, 0xe408e408)
 """
+# The first barrier orders what all threads of a workgroup wrote before the fence of this thread, as in CUDA's
+# own barriers of grids.
+_LAST = """
+DEVICE int COMES_LAST(const int *counter, int count) {
+    __threadfence();
+    int last = atomicAdd((int *)counter, 1) == count - 1;
+    if (last) *(volatile int *)counter = 0;
+    __threadfence();
+    return last;
+}
+"""
 
 # Names for users' own kernels.
 _RAW_WORDS = """\
@@ -201,6 +212,7 @@ class Cuda(CDialect):
     name = "cuda"
     label = "CUDA C"
     compiles_side_by_side = True
+    device_atomics = True
     raw_types: Mapping[str, str] = {dtype: _PLAIN_TYPES.get(word, word) for dtype, word in C_TYPES.items()}
     raw_words = _RAW_WORDS
     raw_global = ""
@@ -213,6 +225,7 @@ class Cuda(CDialect):
         **dict.fromkeys(THREAD_NAMES.split(), THREAD_WORDS + _THREADS + TANH),
         "half *": _HALVES,
         "MULTIPLY_TILES": _TILES,
+        "COMES_LAST": _LAST,
     }
 
     def text(self, source: KernelSource) -> str:

@@ -154,6 +154,20 @@ class UniformLoad(Statement):
     index: Expr
 
 
+class ComesLast(Statement):
+    """`name` is 1 in the workgroup that is the last of `count` to get here, and 0 in the others.
+
+    They are counted by an item of `counters`, which is 0 before the first and after the last. What the others
+    wrote before is visible to the last. Only in dialects with `device_atomics`; `array` is a local integer.
+    """
+
+    name: str
+    counters: str
+    index: Expr
+    count: int
+    array: str
+
+
 class AtomicAdd(Statement):
     """Add to an item of a local int32 array; `name`, if given, is the value before."""
 

@@ -8,13 +8,15 @@ import numpy as np
 
 from penstock.drivers.driver import Capabilities
 from penstock.graph.node import Node
+from penstock.kernels import ir
 from penstock.kernels.builder import KernelBuilder
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.dialects.dialect import UNROLLED
 from penstock.kernels.ir.expressions import BOOL, Const, Expr, Var
-from penstock.kernels.source import KernelSource
+from penstock.kernels.source import KernelSource, item_size
 from penstock.kernels.templates.launches import (
     SHORT_ROW,
+    Launch,
     Lowering,
     Tasks,
     along,
@@ -27,6 +29,9 @@ _WIDEST = 256  # columns of a CPU's task
 _FEW = 8  # columns; fewer are processed separately
 _VECTORS = 4  # of a row, compared independently, so that none waits for another
 _EACH = 16  # items of a row per thread of a GPU: the barriers after them cost as much
+_PART = 1024  # items of a part of a row, or more
+_MOST_PARTS = 512  # of a row
+_GROUPS = 2  # workgroups for each compute unit of a GPU; rows are divided where there are fewer
 _SEGMENT = 512  # items of a row that are searched a second time if they hold the extreme
 
 
@@ -82,6 +87,8 @@ def extreme(node: Node, capabilities: Capabilities) -> Lowering | None:
         few = kind.inner < _FEW
         build = _rows_on_cpu if long_row else _separately if few else _columns_on_cpu
     elif long_row:
+        if (parts := _row_parts(kind, capabilities)) > 1:
+            return _in_parts(kind, capabilities, parts)
         build = _row
     elif kind.length <= UNROLLED * dialect_of(capabilities).most_steps(capabilities):
         build = _separately
@@ -94,13 +101,63 @@ def _row(kind: _Extreme, capabilities: Capabilities) -> KernelSource:
     """For a GPU: a workgroup for each row."""
     length, threads = kind.length, group_size(max(kind.length // _EACH, 32), capabilities)
     k = kind.builder("extreme_of_row", capabilities)
-    x = k.inputs[0]
-    bests, indices = k.shared("bests", kind.dtype, threads), k.shared("indices", "int32", threads)
     begin = k.let("begin", k.group() * length)
-    best = k.variable("best", k.load(x, begin + k.thread))
-    best_index = k.variable("best_index", k.thread)
-    with k.loop("i", k.thread + threads, length, threads, unrolled=UNROLLED) as i:
+    _, best_index = _best(kind, k, begin, ir.Const(0), ir.Const(length), threads)
+    with k.when(k.thread.eq(0)):
+        k.store(k.outputs[0], k.group(), best_index)
+    return k.source((kind.outer,), (threads,))
+
+
+def _row_parts(kind: _Extreme, capabilities: Capabilities) -> int:
+    """Into how many parts rows are divided, so that few long rows keep a GPU busy."""
+    wanted = _GROUPS * capabilities.compute_units // kind.outer
+    return max(1, min(wanted, kind.length // _PART, group_size(_MOST_PARTS, capabilities)))
+
+
+def _in_parts(kind: _Extreme, capabilities: Capabilities, parts: int) -> Lowering:
+    """For a GPU: a workgroup for each part of a row, and then one for each row, which compares the parts."""
+    share = -(-kind.length // parts)
+    parts = -(-kind.length // share)
+    threads = group_size(max(share // _EACH, 32), capabilities)
+    k = KernelBuilder("extreme_of_part", capabilities, [kind.dtype, "int32"], [kind.dtype])
+    begin = k.let("begin", k.group() // parts * kind.length)
+    start = k.let("start", k.group() % parts * share)
+    stop = k.let("stop", k.call("minimum", start + share, kind.length))
+    best, best_index = _best(kind, k, begin, start, stop, threads)
+    with k.when(k.thread.eq(0)):
+        k.store(k.outputs[0], k.group(), best)
+        k.store(k.outputs[1], k.group(), best_index)
+    of_parts = k.source((kind.outer * parts,), (threads,))
+    threads = group_size(2 * parts - 1, capabilities)
+    k = KernelBuilder("extreme_of_parts", capabilities, ["int64"], [kind.dtype, "int32"])
+    place = k.let("place", k.group() * parts + k.call("minimum", k.thread, parts - 1))
+    best = k.variable("best", k.load(k.inputs[0], place))
+    best_index = k.variable("best_index", k.load(k.inputs[1], place))
+    _compare(kind, k, best, best_index, threads)
+    with k.when(k.thread.eq(0)):
+        k.store(k.outputs[0], k.group(), best_index)
+    joined = k.source((kind.outer,), (threads,))
+    scratch = (kind.outer * parts * item_size(kind.dtype), kind.outer * parts * 4)
+    return Lowering((Launch(of_parts, (2, 3, 1)), Launch(joined, (0, 2, 3), operations=0)), scratch)
+
+
+def _best(
+    kind: _Extreme, k: KernelBuilder, begin: Expr, start: Expr, stop: Expr, threads: int
+) -> tuple[Var, Var]:
+    """The extreme of a row's items from `start` to below `stop`, and its index, in the first thread."""
+    x = k.inputs[0]
+    first = k.let("first_item", k.call("minimum", start + k.thread, stop - 1))
+    best = k.variable("best", k.load(x, begin + first))
+    best_index = k.variable("best_index", first)
+    with k.loop("i", start + k.thread + threads, stop, threads, unrolled=UNROLLED) as i:
         kind.take(k, best, best_index, k.load(x, begin + i), i)
+    _compare(kind, k, best, best_index, threads)
+    return best, best_index
+
+
+def _compare(kind: _Extreme, k: KernelBuilder, best: Var, best_index: Var, threads: int) -> None:
+    """Give the first thread the extreme of all threads, the first if there are several."""
+    bests, indices = k.shared("bests", kind.dtype, threads), k.shared("indices", "int32", threads)
     k.store(bests, k.thread, best)
     k.store(indices, k.thread, best_index)
     apart = k.variable("apart", threads // 2)
@@ -116,9 +173,6 @@ def _row(kind: _Extreme, capabilities: Capabilities) -> KernelSource:
                 k.store(bests, k.thread, best)
                 k.store(indices, k.thread, best_index)
         k.assign(apart, apart // 2)
-    with k.when(k.thread.eq(0)):
-        k.store(k.outputs[0], k.group(), best_index)
-    return k.source((kind.outer,), (threads,))
 
 
 def _separately(kind: _Extreme, capabilities: Capabilities) -> KernelSource:

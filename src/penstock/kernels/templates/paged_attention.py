@@ -30,6 +30,7 @@ _THREADS = 128  # of a workgroup of a GPU
 _GROUPS = 4  # workgroups for each compute unit of a GPU
 _LEAST = 64  # positions of a split of a GPU
 _CPU_LEAST = 512  # of a CPU
+_AT_ONCE = 4  # splits that are read at a time
 _VECTOR = 8  # items of a vector of a CPU
 _TILE = 64  # positions that a thread of a CPU has the scores of
 
@@ -109,7 +110,7 @@ class Unit:
     def __init__(self, k: KernelBuilder, sizes: Sizes, task: Expr, table: Memory) -> None:
         self._k, self._sizes, self._table = k, sizes, table
         self.split = k.let("split", task % sizes.splits)
-        unit = k.let("unit", task // sizes.splits)
+        self.number = unit = k.let("unit", task // sizes.splits)
         units_of_query = sizes.heads // sizes.together
         self.query = k.let("query", unit // units_of_query)  # of all rows
         self.row = k.let("row", self.query // sizes.length)
@@ -178,6 +179,9 @@ class Step(Protocol):
     def put(self, k: KernelBuilder, unit: Unit, last: Expr, condition: Expr) -> None:
         """Put them, under a condition."""
 
+    def finish(self, k: KernelBuilder, unit: Unit) -> None:
+        """What follows when the results of a split are stored."""
+
 
 def _on_gpu(sizes: Sizes, capabilities: Capabilities) -> KernelSource:
     k = _kernel("attend_to_pages", sizes, capabilities)
@@ -243,6 +247,8 @@ def on_gpu(
         _take(k, sizes, unit, running, queries, ([key], [value], [seen]), (threads, lanes, width))
         step.put(k, unit, last, new.eq(1))
     _join_slots(k, sizes, unit, running, (threads, lanes, width))
+    if step is not None:
+        step.finish(k, unit)
     quick = sizes.dtype in HALF_PRECISION
     return k.source((sizes.units * sizes.splits,), (threads,), quick=quick)
 
@@ -459,15 +465,20 @@ def combining(sizes: Sizes, capabilities: Capabilities, scalars: Sequence[str] =
     tasks = Tasks(sizes.units * sizes.together * sizes.size, capabilities)
     values, sums = k.inputs
     with tasks.each(k) as task:
-        first = k.let("first", task // sizes.size * sizes.splits)
-        most = k.variable("most", _LOWEST, sizes.type)
-        with k.loop("most_of", 0, sizes.splits) as split:
-            k.assign(most, k.call("maximum", most, k.load(sums, (first + split) * 2)))
-        total, result = k.variable("total", 0.0, sizes.type), k.variable("result", 0.0, sizes.type)
-        with k.loop("split", 0, sizes.splits) as split:
-            place = k.let("place", first + split)
-            factor = k.let("factor", k.call("exp", k.load(sums, place * 2) - most))
-            k.assign(total, total + factor * k.load(sums, place * 2 + 1))
-            k.assign(result, result + factor * k.load(values, place * sizes.size + task % sizes.size))
-        k.store(k.outputs[0], task, result / total)
+        k.store(k.outputs[0], task, combined(k, sizes, task, values, sums))
     return k.source(tasks.grid, tasks.group)
+
+
+def combined(k: KernelBuilder, sizes: Sizes, task: Expr, values: Memory, sums: Memory) -> Expr:
+    """An item of the result, by the results, maxima and sums of all splits."""
+    first = k.let("first_split", task // sizes.size * sizes.splits)
+    most = k.variable("most", _LOWEST, sizes.type)
+    with k.loop("most_of", 0, sizes.splits, unrolled=_AT_ONCE) as split:
+        k.assign(most, k.call("maximum", most, k.load(sums, (first + split) * 2)))
+    total, result = k.variable("total", 0.0, sizes.type), k.variable("result", 0.0, sizes.type)
+    with k.loop("of_split", 0, sizes.splits, unrolled=_AT_ONCE) as split:
+        place = k.let("place_of_split", first + split)
+        factor = k.let("factor", k.call("exp", k.load(sums, place * 2) - most))
+        k.assign(total, total + factor * k.load(sums, place * 2 + 1))
+        k.assign(result, result + factor * k.load(values, place * sizes.size + task % sizes.size))
+    return result / total
