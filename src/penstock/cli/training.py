@@ -99,13 +99,10 @@ def _run(settings: Config, folder: Path, checkpoint: Checkpoint | None, numbered
 
     console = Console()
     view = open_view(console) if penstock.distributed.rank() == 0 else NoView()
-    memory, alone = settings.run.memory, penstock.distributed.size() == 1
-    if memory and alone:
-        penstock.default_device().limit_bytes = memory
+    if settings.run.memory and penstock.distributed.size() == 1:  # ranks first divide the model
+        penstock.default_device().limit_bytes = settings.run.memory
     try:
         trainer = TextTrainer(settings, folder, view, checkpoint, numbered)
-        if memory and not alone:  # the model is whole until the first step divides it among ranks
-            penstock.default_device().limit_bytes = memory
         folder = trainer.folder
         trainer.fit()
         if trainer.stopped_by is not None:

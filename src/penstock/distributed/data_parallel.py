@@ -145,17 +145,23 @@ class DataParallel(Optimizer):
         """The device of the parameters."""
         return self._model_parameters[0].device
 
-    def choose(self, step: Callable[..., Any], *args: Any) -> str:
+    @property
+    def chooses(self) -> bool:
+        """Whether the stage is to be chosen yet."""
+        return self._chooses
+
+    def choose(self, step: Callable[..., Any], *args: Any, memory: int | str | None = None) -> str:
         """With zero="auto", take a stage for a jitted step with these arguments; in words, what it was.
 
-        It is the least stage whose plan keeps to the memory budget of the device on every rank without
-        recomputing anything, or else 3. Without a budget, alone, or for an optimizer whose state cannot be
-        divided, it is 0. Later calls change nothing, and return an empty text.
+        It is the least stage whose plan keeps to the memory budget on every rank without recomputing
+        anything, or else 3. The budget is `memory`, if it comes into force only after this, or else that of
+        the device. Without a budget, alone, or for an optimizer whose state cannot be divided, the stage is
+        0. Later calls change nothing, and return an empty text.
         """
         if not self._chooses:
             return ""
         self._chooses = False
-        limit = self.device.limit_bytes
+        limit = self.device.limit_bytes if memory is None else parse_bytes(memory)
         if limit is None or self._group.size == 1 or why_not_sharded(self.optimizer):
             return ""
         said: list[str] = []
@@ -171,9 +177,9 @@ class DataParallel(Optimizer):
             if needed <= limit or stage == 3:
                 break
             said.append(f"zero={stage} takes {format_bytes(needed)}")
-        rest = "" if needed <= limit else ", and the rest is recomputed"
+        rest = "" if needed <= limit else ", so that some values are recomputed"
         return (
-            f"zero={self.zero} takes {format_bytes(needed)} of {format_bytes(limit)}{rest}"
+            f"zero={self.zero} takes {format_bytes(needed)}, and {format_bytes(limit)} are there{rest}"
             f"{'; ' if said else ''}{', '.join(said)}"
         )
 
@@ -181,9 +187,10 @@ class DataParallel(Optimizer):
         """What the sums of gradients take that wait for other shards of this rank."""
         if self.own_shards == 1:
             return 0
+        sets = 1 + self.own_shards.bit_length()  # one for each doubling, the last shard's, and the next's
         rows = self._layout(dict(enumerate(self._model_parameters)))
         divisor = self._group.size if self.zero == 3 else 1
-        return self.own_shards.bit_length() * sum(row.length for row in rows) * 4 // divisor
+        return sets * sum(row.length for row in rows) * 4 // divisor
 
     # The optimizer
 

@@ -49,6 +49,7 @@ class ShardedOptimizer:
     def __init__(self, whole: Optimizer, group: Communicator, pieces: int, bucket_bytes: int) -> None:
         if why := why_not_sharded(whole):
             raise SettingError(why)
+        whole._state.clear()  # first, so that both need no room at a time
         self._group, self._pieces = group, pieces
         self._parameters = list(whole.parameters)
         self.rows: list[Bucket] = []
@@ -71,7 +72,6 @@ class ShardedOptimizer:
             vars(old).update(vars(new), _more=old._more)  # schedulers have set initial_lr
         self.inner.param_groups = whole.param_groups
         self.inner.exchange = dict  # so that a step outside of jit, which exchanges norms, is recorded anew
-        whole._state.clear()
         whole._masters.clear()
 
     def _own(self, row: Tensor) -> Tensor:

@@ -90,6 +90,10 @@ class Feed:
         if self._taken:
             self._read()
 
+    def read(self) -> None:
+        """Read the next batch, if none is there yet."""
+        self._read()
+
     def at_start(self) -> bool:
         """Whether the next batch is the first of an epoch; known after `look_ahead`."""
         return not self._taken

@@ -80,17 +80,29 @@ class Ranks:
         self._checked = False  # whether the buffers that a step changes are known
         self._choose: Callable[[Any], None] | None = None  # what the first batch is needed for
 
-    def plan(self, step: Callable[..., Any], accumulate: int, own: bool, say: Callable[[str], None]) -> None:
-        """With zero="auto", have the first batch choose the stage of sharding for a step; see `train`."""
+    @property
+    def chooses(self) -> bool:
+        """Whether the stage of sharding is to be chosen yet."""
+        return self._parallel is not None and self._parallel.chooses
+
+    def choose(
+        self,
+        step: Callable[..., Any],
+        accumulate: int,
+        own: bool,
+        memory: int | None,
+        say: Callable[[str], None],
+    ) -> None:
+        """Have the next batch that is split choose the stage of sharding for a step; see `train`."""
         parallel = self._parallel
-        if parallel is None:
-            return
+        assert parallel is not None
 
         def choose(batch: Any) -> None:
             part = part_of(batch, 0, parallel.shards)
             size, total = samples_in(part), accumulate * samples_in(batch)
             with parallel.sharing(*((size, total) if own else (1, 1))):
-                chosen = parallel.choose(step, uploaded(part, parallel.device), size, total, True, True)
+                own_part = uploaded(part, parallel.device)
+                chosen = parallel.choose(step, own_part, size, total, True, True, memory=memory)
             if chosen:
                 say(chosen)
 

@@ -110,6 +110,7 @@ class TextTrainer(Trainer):
             steps=run.steps,
             evaluation=validation or None,
             accumulate=config.optimizer.accumulate,
+            memory=config.run.memory or None,
             evaluate_every=run.evaluate_every,
             checkpoint_every=run.checkpoint_every or None,
             view=self._view,

@@ -8,7 +8,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -193,15 +193,18 @@ class Trainer(Run):
         signal. A checkpoint that does not fit model, optimizer or data raises a CheckpointError.
         """
         self._check_functions()
-        with ps.memory.budget(self._memory) if self._memory is not None else nullcontext():
+        with ExitStack() as budget:
+            if not self._ranks.chooses:
+                self._enter_budget(budget)
             self._hold()
             try:
                 if not self.model.training:
                     self.model.train()
                 self._ends, self.stopped_by, self._reopens = False, None, False
                 self._ranks.begin()
-                assert self._train_step is not None
-                self._ranks.plan(self._train_step, self._accumulate, self._has_own_step, self._view.note)
+                if self._ranks.chooses:
+                    self._choose()
+                    self._enter_budget(budget)
                 self._call("on_start")
                 total = self._total_steps()
                 if self._is_done():
@@ -225,6 +228,20 @@ class Trainer(Run):
                 self._let_go()
                 self._opened = not self._reopens
         return self._is_done()
+
+    def _enter_budget(self, budget: ExitStack) -> None:
+        if self._memory is not None:
+            budget.enter_context(ps.memory.budget(self._memory))
+
+    def _choose(self) -> None:
+        """Let the first batch choose how ranks divide what they keep; until then, all of it is whole."""
+        assert self._train_step is not None
+        with self._ranks.group.patient():
+            self._ranks.choose(
+                self._train_step, self._accumulate, self._has_own_step, self._memory, self._view.note
+            )
+            if not self._is_done():
+                self._feed.read()
 
     def _check_functions(self) -> None:
         if self._train_step is None and self._values_of is None:
