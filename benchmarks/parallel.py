@@ -3,10 +3,12 @@
     python benchmarks/parallel.py [--ranks 2] [--steps 30] [--device opencl] [--save FILE]
     python benchmarks/parallel.py --nccl          # on a CUDA device: NCCL with one rank, against no exchange
 
-Every rank has a single core. The link's rate is that of all-to-all and all-gather of MPI on 16 MiB; the cost
-of a step's exchanges, of the rank that came last and waited for nobody, is compared with what their bytes
-take at that rate. The best of several rounds counts. Where ranks share their cores with other programs, only
-the times of CPUs tell how training would scale.
+Every rank has a core of its own, to which all of its threads are pinned. The link's rate is that of
+all-to-all and all-gather of MPI on 16 MiB; the cost of a step's exchanges, of the rank that came last and
+waited for nobody, is compared with what their bytes take at that rate. The best of several rounds counts.
+What `penstock plan --ranks` predicts, from the rates of one core and that link, stands beside what was
+measured. Where ranks share their cores with other programs, only the times of CPUs tell how training would
+scale.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import subprocess
 import sys
 from pathlib import Path
 from time import perf_counter, process_time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,9 +34,11 @@ from measuring import Report
 from penstock.cli.launching import launcher
 from penstock.collectives.engine import Engine
 from penstock.collectives.world import communicator
+from penstock.execution.memory_plan import MemoryPlan
+from penstock.train.scaling import predicted
 
 ROUNDS = 5
-BATCH, CONTEXT = 16, 64
+BATCH, CONTEXT = 32, 64
 LINK = 16 << 20  # bytes
 MIB = 1 << 20
 
@@ -71,9 +76,34 @@ class Training:
         return hashlib.sha256(b"".join(arrays)).hexdigest()[:12]
 
 
-def as_rank(steps: int, device: str) -> dict[str, Any]:
+def planned(ranks: int) -> dict[str, Any]:
+    """What is predicted of a step on the part of one of several ranks, without exchanges."""
+    model = ps.nn.GPT(256, CONTEXT, 128, 2, 4, 0.0)
+    optimizer = ps.optim.AdamW(model.parameters(), lr=1e-3)
+
+    @ps.jit
+    def step(tokens: ps.Tensor) -> ps.Tensor:
+        loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+        optimizer.backward(loss)
+        optimizer.step()
+        return loss
+
+    tokens = ps.asarray(np.zeros((BATCH // ranks, CONTEXT + 1), np.int32))
+    plan: MemoryPlan = ps.memory.plan(step, tokens)
+    assert plan.step_seconds is not None
+    return {
+        "step_seconds": plan.step_seconds[:1],
+        "unlimited_bytes": plan.unlimited_bytes,
+        "parameters": sum(parameter.size for parameter in model.parameters()),
+    }
+
+
+def as_rank(steps: int, device: str, of_ranks: int) -> dict[str, Any]:
     """What a rank measures."""
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[ps.distributed.init()]})
+    # Before MPI and PoCL start threads, which inherit it.
+    number = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", 0)))
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[number]})
+    ps.distributed.init()
     ps.use(device)
     group = communicator()
     result: dict[str, Any] = {"size": group.size}
@@ -90,6 +120,7 @@ def as_rank(steps: int, device: str) -> dict[str, Any]:
         times[operation] = min(rounds)
     result["link"] = 2 * LINK * (group.size - 1) / group.size / max(sum(times.values()), 1e-9)
     for exact in (True, False):
+        ps.default_device().pool.reset_peak()
         training = Training(exact)
         training.run(3)
         best: dict[str, float] = {}
@@ -104,13 +135,17 @@ def as_rank(steps: int, device: str) -> dict[str, Any]:
         own = np.array([best["exchange"], best["waited"] / best["exchange"] if best["exchange"] else 0.0])
         ranks = group.run("all_gather", own).reshape(-1, 2)
         best |= {"last": float(ranks[:, 0].min()), "exposed": float(ranks[:, 1].mean())}
-        result["exact" if exact else "fast"] = {**best, "weights": training.digest()}
+        peak = ps.default_device().memory_stats().peak_bytes
+        result["exact" if exact else "fast"] = {**best, "weights": training.digest(), "peak": peak}
+    if group.size == 1:
+        result["plan"] = planned(of_ranks)
     return result
 
 
 def measured(ranks: int, given: argparse.Namespace) -> dict[str, Any]:
     """What rank 0 of several measured."""
     own = [sys.executable, __file__, "--as-rank", "--steps", str(given.steps), "--device", given.device]
+    own += ["--ranks", str(given.ranks)]
     command = [*launcher(), "-n", str(ranks), *own] if ranks > 1 else own
     environment = {**os.environ, "POCL_MAX_PTHREAD_COUNT": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -118,6 +153,24 @@ def measured(ranks: int, given: argparse.Namespace) -> dict[str, Any]:
         raise SystemExit(done.stderr)
     known: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return known
+
+
+def compare(report: Report, alone: dict[str, Any], several: dict[str, Any]) -> None:
+    """Put what `penstock plan --ranks` predicts beside what was measured, of sums in the engine's order."""
+    plan, ranks = alone["plan"], several["size"]
+    known: Any = SimpleNamespace(**plan)
+    scaling = predicted({0: known}, BATCH // ranks, plan["parameters"], ranks, several["link"])
+    one, own = alone["fast"], several["fast"]
+    for name, expected, value, size, unit in (
+        ("step", scaling.step_seconds, own["step"], 1e-3, "ms"),
+        ("step, by CPU time", scaling.compute_seconds, own["cpu"], 1e-3, "ms"),
+        ("exchanges", scaling.exchange_seconds, own["last"], 1e-3, "ms"),
+        ("memory of a rank", scaling.memory[0], own["peak"], MIB, "MiB"),
+        ("efficiency", scaling.efficiency, one["step"] / own["step"] / ranks, 1e-2, "%"),
+        ("efficiency, by CPU time", scaling.efficiency, one["cpu"] / own["cpu"] / ranks, 1e-2, "%"),
+    ):
+        detail = f"{expected / size:.1f} {unit} predicted, {expected / value - 1:+.0%}"
+        report.add(f"fast: {name}", value / size, unit, "", None, detail)
 
 
 def nccl() -> None:
@@ -153,7 +206,7 @@ def main() -> None:
         nccl()
         return
     if given.as_rank:
-        result = as_rank(given.steps, given.device)
+        result = as_rank(given.steps, given.device, given.ranks)
         if ps.distributed.rank() == 0:
             print(json.dumps(result))
         return
@@ -178,6 +231,7 @@ def main() -> None:
         report.add(
             f"{name}: CPU time of a step, 1 rank over each", one["cpu"] / own["cpu"], "x", "", None, cpu
         )
+    compare(report, alone, several)
     same = alone["exact"]["weights"] == several["exact"]["weights"]
     report.add("exact: weights of 1 rank", float(same), "", "1", same, several["exact"]["weights"])
     if given.save:

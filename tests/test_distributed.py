@@ -20,8 +20,10 @@ from conftest import until
 
 import penstock as ps
 from penstock.cli.launching import _without_devices
+from penstock.collectives.communicator import Given
 from penstock.collectives.engine import DeviceRow, Move, tree_sum
 from penstock.collectives.local import DelayedEngine, LocalEngine, Room
+from penstock.collectives.world import communicator
 from penstock.distributed.buckets import buckets
 from penstock.distributed.shares import part_of
 from penstock.drivers.driver import Event, Queue
@@ -100,6 +102,19 @@ def test_waits_come_last() -> None:
         Work((2,), (5,)),
     ]
     assert waits_late([0, 1, 3, 2, 4, 5], steps, {3}) == [0, 1, 2, 5, 3, 4]
+
+
+def test_waits_come_in_the_order_of_starts() -> None:
+    # 0 and 1 start exchanges, 2 and 3 wait for them, and 4 and 5 use their results.
+    steps = [
+        Work((), (0,)),
+        Work((0,), (1,)),
+        Work((0,), (2,)),
+        Work((1,), (3,)),
+        Work((2,), (4,)),
+        Work((3,), (5,)),
+    ]
+    assert waits_late([0, 1, 3, 5, 2, 4], steps, {2, 3}) == [0, 1, 2, 4, 3, 5]
 
 
 def test_starts_come_early() -> None:
@@ -363,6 +378,21 @@ def test_delays_change_nothing(zero: int) -> None:
     for seed in range(2):
         for other in on_ranks(4, own, lambda engine, seed=seed: DelayedEngine(engine, seed)):
             assert other == alone
+
+
+def test_a_wait_counts_exchanges_before_its_own() -> None:
+    """The result of the second is asked for first, and the other rank is late for both."""
+
+    def waited(late: float) -> float:
+        time.sleep(late)
+        group = communicator()
+        first, second = (group.submit("all_gather", Given(np.ones(4))) for _ in range(2))
+        second.wait()
+        first.wait()
+        return group.traffic.waited_seconds
+
+    first, second = ps.distributed.run_local(waited, [0.0, 0.2])
+    assert first > 0.1 > second
 
 
 def test_ranks_know_who_is_slow() -> None:

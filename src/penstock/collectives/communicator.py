@@ -9,8 +9,9 @@ import queue
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +23,9 @@ from penstock.errors import RankLost
 _BEAT = 1.0  # seconds between two beats
 _SILENT = 30.0  # seconds without a beat until a rank counts as lost
 _GRACE = 10.0  # seconds that a program has to end by itself after a rank was lost
-_SHORT, _LONG = 20e-6, 5e-4  # seconds between two looks at an operation under way
+_SHORT, _LONG = 20e-6, 1e-3  # seconds between two looks at an operation under way
+_URGENT, _SOON = 1e-4, 5e-3  # the same while nothing is left to hide it behind, and for how long
+_ATTENDED = 0.1  # seconds between two looks at the device, while the program waits for it and will tell
 
 
 @dataclass
@@ -102,7 +105,8 @@ class Job:
         """The result; RankLost if another rank is gone."""
         if not self.done.is_set():
             before = self._communicator.exchange_seconds()
-            self.done.wait()
+            with self._communicator.attending(self):
+                self.done.wait()
             # Of this operation and of those before it, whose results may be asked for later.
             self._communicator.traffic.waited_seconds += self._communicator.exchange_seconds() - before
         if self.error is not None:
@@ -126,6 +130,9 @@ class Communicator:
         self.reported: list[Traffic] = []  # that of every rank, as they told with a step
         self.failure: RankLost | None = None
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._uncomputed: deque[Job] = deque()  # in order; the device may still compute their arrays
+        self._computed = threading.Event()  # of one of them, if the program waits for the device
+        self._attends = self._waits = False  # the program waits for the device, or for a job
         self._begun = 0
         self._clock: tuple[float, float | None] = 0.0, None  # seconds of operations, and when one began
         self._patient = 0  # blocks of both threads
@@ -153,8 +160,30 @@ class Communicator:
         elif self.failure is not None:
             raise self.failure
         else:
+            self._uncomputed.append(job)
             self._jobs.put(job)
         return job
+
+    @contextmanager
+    def attending(self, job: Job) -> Iterator[None]:
+        """In a block, the program waits for a job; before, it waits for the device, and tells the thread.
+
+        That takes less of a core than looking often.
+        """
+        self._attends = self._waits = True
+        try:
+            for each in tuple(self._uncomputed):
+                source = each.source
+                if source is not None:
+                    with suppress(Exception):  # which the thread raises too
+                        source.wait()
+                    self._computed.set()
+                if each is job:
+                    break
+            self._attends = False
+            yield
+        finally:
+            self._attends = self._waits = False
 
     def run(self, operation: Operation, array: Array) -> Array:
         """The result of an operation; waits for it."""
@@ -228,6 +257,7 @@ class Communicator:
             except BaseException as error:
                 job.error = error
             job.source = None
+            self._uncomputed.popleft()
             job.done.set()
         self._leave()
 
@@ -258,7 +288,8 @@ class Communicator:
             delay = _SHORT
             while not source.is_ready():
                 self._look(waiting=False)
-                time.sleep(delay)
+                self._computed.wait(_ATTENDED if self._attends else delay)
+                self._computed.clear()
                 delay = min(1.5 * delay, _LONG)
         return np.ascontiguousarray(source.wait())
 
@@ -269,7 +300,8 @@ class Communicator:
             if self.failure is not None:
                 raise self.failure
             time.sleep(delay)
-            delay = min(1.5 * delay, _LONG)
+            urgent = self._waits and self._jobs.empty() and time.monotonic() - start < _SOON
+            delay = min(1.5 * delay, _URGENT if urgent else _LONG)
         return exchange.result
 
     def _look(self, waiting: bool, start: float = 0.0) -> None:

@@ -57,14 +57,22 @@ def starts_early(
 
 
 def waits_late(order: Sequence[int], steps: Sequence[Work], waits: Collection[int]) -> list[int]:
-    """The same order, but what depends on no wait comes before what depends on one, and so on."""
-    written: dict[int, int] = {}  # how many waits, one after the other, come before a value
-    phases: dict[int, int] = {}
+    """The same order, but what depends on no wait comes before what depends on one, and so on.
+
+    Waits come in the order of their starts, and what needs no later one comes before that.
+    """
+    places = {value: at for at, number in enumerate(order) for value in steps[number].writes}
+    # How many waits, one after the other, come before a value, and where the last of them was started.
+    written: dict[int, tuple[int, int]] = {}
+    keys: dict[int, tuple[int, int]] = {}
     for number in order:
-        phase = max((written.get(value, 0) for value in steps[number].reads), default=0)
-        phases[number] = phase + (number in waits)
-        written.update(dict.fromkeys(steps[number].writes, phases[number]))
-    return sorted(order, key=phases.__getitem__)
+        reads = steps[number].reads
+        key = max((written.get(value, (0, -1)) for value in reads), default=(0, -1))
+        if number in waits:
+            key = key[0] + 1, max((places.get(value, -1) for value in reads), default=-1)
+        keys[number] = key
+        written.update(dict.fromkeys(steps[number].writes, key))
+    return sorted(order, key=keys.__getitem__)
 
 
 def in_time(
