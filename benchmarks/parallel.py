@@ -165,7 +165,7 @@ def compare(report: Report, alone: dict[str, Any], several: dict[str, Any]) -> N
         ("step", scaling.step_seconds, own["step"], 1e-3, "ms"),
         ("step, by CPU time", scaling.compute_seconds, own["cpu"], 1e-3, "ms"),
         ("exchanges", scaling.exchange_seconds, own["last"], 1e-3, "ms"),
-        ("memory of a rank", scaling.memory[0], own["peak"], MIB, "MiB"),
+        ("memory of a rank", scaling.rank_bytes[0], own["peak"], MIB, "MiB"),
         ("efficiency", scaling.efficiency, one["step"] / own["step"] / ranks, 1e-2, "%"),
         ("efficiency, by CPU time", scaling.efficiency, one["cpu"] / own["cpu"] / ranks, 1e-2, "%"),
     ):
