@@ -20,6 +20,7 @@ from penstock.distributed.sharding import MULTIPLE, ShardedOptimizer, why_not_sh
 from penstock.distributed.shares import Values, means, part_of
 from penstock.errors import SettingError
 from penstock.formatting import format_bytes
+from penstock.graph.node import leaf
 from penstock.memory.budgeting import plan
 from penstock.optim.optimizer import Optimizer
 from penstock.runtime import Device
@@ -294,7 +295,8 @@ class DataParallel(Optimizer):
         if self._group.size > 1 and self._group.engine.reaches:
             with no_grad():
                 for tensor in [*self._model_parameters, *self.optimizer._masters.values()]:
-                    tensor._become(broadcast(tensor.detach())._node)
+                    first = broadcast(tensor.detach()).realize()._node
+                    tensor._become(leaf(first.value, first.shape, first.dtype))  # the row is not kept
 
     # Training
 
@@ -370,8 +372,10 @@ class DataParallel(Optimizer):
 
     def _summed(self, grads: dict[int, Tensor]) -> dict[int, Tensor]:
         """The sums of gradients over all shards of all ranks."""
-        self._sums = self._rows(grads, chain())
-        rows = zip(self._layout(grads), self._sums, strict=True)
+        sums = self._rows(grads, chain())
+        if self.optimizer.clip_norm is not None:
+            self._sums = sums
+        rows = zip(self._layout(grads), sums, strict=True)
         return {at: value for bucket, row in rows for at, value in bucket.unpacked(row).items()}
 
     def _norm(self, grads: Sequence[Tensor]) -> Tensor:
