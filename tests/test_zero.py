@@ -265,7 +265,7 @@ def test_the_budget_chooses_the_least_stage(zero: int) -> None:
         run = Deep(device, zero="auto")
         said = run.optimizer.choose(run.step, run.batch()[:2], memory=limit)
         device.limit_bytes = limit
-        return run.optimizer.zero, said.startswith(f"zero={zero} takes"), run.steps(2), run.values()
+        return run.optimizer.zero, said.startswith(f"zero={zero} for "), run.steps(2), run.values()
 
     (whole,) = on_ranks(1, lambda device: (run := Deep(device)) and (run.steps(2), run.values()))
     assert on_ranks(2, own) == [(zero, True, *whole)] * 2
