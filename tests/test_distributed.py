@@ -245,7 +245,9 @@ def test_the_number_of_ranks_changes_no_bit(count: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("precision", "zero", "count"), [("float32", 0, 4), ("bfloat16", 2, 2), ("float32", 3, 2)])
+@pytest.mark.parametrize(
+    ("precision", "zero", "count"), [("float32", 0, 4), ("bfloat16", 2, 2), ("float32", 3, 2)]
+)
 def test_a_gpt_on_any_number_of_ranks(precision: str, zero: int, count: int) -> None:
     alone = result(1, "gpt", device="opencl", precision=precision, zero=0)
     several = result(count, "gpt", device="opencl", precision=precision, zero=zero)

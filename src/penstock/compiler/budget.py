@@ -66,7 +66,10 @@ def frontier(state: Compilation, target: Target) -> list[Compilation]:
     result = [state]
     for share in range(1, _LEVELS):
         level = most - (most - least) * share // _LEVELS
-        planned = next(outline for outline in outlines if outline.least <= level).planned()
+        outline = next((outline for outline in outlines if outline.least <= level), None)
+        if outline is None:  # the given order, in which exchanges overlap, may be better than these
+            break
+        planned = outline.planned()
         if least < taken_bytes(planned, target) < taken_bytes(result[-1], target):
             result.append(planned)
     return [*result, smallest] if least < most else result

@@ -12,6 +12,8 @@ from penstock.tensor.creation import zeros
 from penstock.tensor.manipulation import concat, reshape
 from penstock.tensor.reduction import sum as sum_
 
+_FEW = 8  # values of a bucket that are large: each is a message of its own
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -58,17 +60,24 @@ def squares(row: Tensor, pieces: int) -> list[Tensor]:
 
 
 def buckets(values: Mapping[int, Tensor], most_bytes: int, multiple: int) -> list[Bucket]:
-    """Buckets of at least so many bytes, in the order in which a backward pass gives the gradients."""
+    """Buckets of about so many bytes, in the order in which a backward pass gives the gradients.
+
+    A large value has a bucket to itself, which needs no copy; small ones share theirs.
+    """
     result: list[Bucket] = []
     group: list[int] = []
     nbytes = 0
     for at in sorted(values, reverse=True):
+        own = values[at].size * values[at]._node.dtype.itemsize
+        if own * _FEW >= most_bytes:
+            result.append(_bucket([at], values, multiple))
+            continue
         if group and (nbytes >= most_bytes or values[group[0]].dtype != values[at].dtype):
             result.append(_bucket(group, values, multiple))
             group, nbytes = [], 0
         group.append(at)
-        nbytes += values[at].size * values[at]._node.dtype.itemsize
-    return [*result, _bucket(group, values, multiple)]
+        nbytes += own
+    return [*result, _bucket(group, values, multiple)] if group else result
 
 
 def _bucket(group: Sequence[int], values: Mapping[int, Tensor], multiple: int) -> Bucket:

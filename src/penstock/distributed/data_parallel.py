@@ -23,6 +23,7 @@ from penstock.distributed.sharding import MULTIPLE, ShardedOptimizer, why_not_sh
 from penstock.distributed.shares import Values, means, part_of
 from penstock.errors import SettingError
 from penstock.formatting import format_bytes
+from penstock.graph.node import leaf
 from penstock.memory.budgeting import plan
 from penstock.nn.functional.normalization import changing
 from penstock.optim.optimizer import Optimizer
@@ -154,9 +155,10 @@ class DataParallel(Optimizer):
         """With zero="auto", take a stage for a jitted step with these arguments; in words, what it was.
 
         It is the least stage whose plan keeps to the memory budget on every rank without recomputing
-        anything, or else 3. The budget is `memory`, if it comes into force only after this, or else that of
-        the device. Without a budget, alone, or for an optimizer whose state cannot be divided, the stage is
-        0. Later calls change nothing, and return an empty text.
+        anything; or else 3, or 2 if only that fits when values are recomputed. The budget is `memory`, if it
+        comes into force only after this, or else that of the device. Without a budget, alone, or for an
+        optimizer whose state cannot be divided, the stage is 0. Later calls change nothing, and return an
+        empty text.
         """
         if not self._chooses:
             return ""
@@ -164,7 +166,8 @@ class DataParallel(Optimizer):
         limit = self.device.limit_bytes if memory is None else parse_bytes(memory)
         if limit is None or self._group.size == 1 or why_not_sharded(self.optimizer):
             return ""
-        said: list[str] = []
+        needs: list[str] = []
+        least = [0, 0]  # with all recomputed that can be, in the last two stages
         for stage in range(4):
             if stage == 1:
                 state = self.optimizer.state_dict()  # perhaps of a checkpoint
@@ -172,16 +175,19 @@ class DataParallel(Optimizer):
                 self.load_state_dict(state)
             elif stage:
                 self._enter(stage)
-            needed = plan(step, *args).unlimited_bytes + self._waiting_bytes()
-            needed = max(self._group.run("all_gather", np.array([needed])).tolist())
-            if needed <= limit or stage == 3:
+            planned, waiting = plan(step, *args), self._waiting_bytes()
+            own = np.array([planned.unlimited_bytes, planned.smallest_bytes]) + waiting
+            table = self._group.run("all_gather", own).reshape(-1, 2)
+            needed, least = int(table[:, 0].max()), [least[1], int(table[:, 1].max())]
+            needs.append(f"zero={stage} takes {format_bytes(needed)}")
+            if needed <= limit:
                 break
-            said.append(f"zero={stage} takes {format_bytes(needed)}")
-        rest = "" if needed <= limit else ", so that some values are recomputed"
-        return (
-            f"zero={self.zero} takes {format_bytes(needed)}, and {format_bytes(limit)} are there{rest}"
-            f"{'; ' if said else ''}{', '.join(said)}"
-        )
+        how = "" if needed <= limit else ", where some values are recomputed"
+        if least[0] <= limit < least[1]:
+            assert self._divided is not None
+            self._divided.restore()
+            self._divided, self.zero = None, 2
+        return f"zero={self.zero} for {format_bytes(limit)}{how}: {', '.join(needs)}"
 
     def _waiting_bytes(self) -> int:
         """What the sums of gradients take that wait for other shards of this rank."""
@@ -324,7 +330,8 @@ class DataParallel(Optimizer):
         if self._group.size > 1 and self._group.engine.reaches:
             with no_grad():
                 for tensor in [*self._model_parameters, *self.optimizer._masters.values()]:
-                    tensor._become(broadcast(tensor.detach())._node)
+                    first = broadcast(tensor.detach()).realize()._node
+                    tensor._become(leaf(first.value, first.shape, first.dtype))  # the row is not kept
 
     # Training
 
@@ -405,8 +412,10 @@ class DataParallel(Optimizer):
 
     def _summed(self, grads: dict[int, Tensor]) -> dict[int, Tensor]:
         """The sums of gradients over all shards of all ranks."""
-        self._sums = self._rows(grads, chain())
-        rows = zip(self._layout(grads), self._sums, strict=True)
+        sums = self._rows(grads, chain())
+        if self.optimizer.clip_norm is not None:
+            self._sums = sums
+        rows = zip(self._layout(grads), sums, strict=True)
         return {at: value for bucket, row in rows for at, value in bucket.unpacked(row).items()}
 
     def _norm(self, grads: Sequence[Tensor]) -> Tensor:
