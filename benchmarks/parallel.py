@@ -2,6 +2,7 @@
 
     python benchmarks/parallel.py [--ranks 2] [--steps 30] [--device opencl] [--save FILE]
     python benchmarks/parallel.py --nccl          # on a CUDA device: NCCL with one rank, against no exchange
+    python benchmarks/parallel.py --published     # what the planner says of runs that others have published
 
 Every rank has a core of its own, to which all of its threads are pinned. The link's rate is that of
 all-to-all and all-gather of MPI on 16 MiB; the cost of a step's exchanges, of the rank that came last and
@@ -19,6 +20,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, process_time
 from types import SimpleNamespace
@@ -173,6 +175,47 @@ def compare(report: Report, alone: dict[str, Any], several: dict[str, Any]) -> N
         report.add(f"fast: {name}", value / size, unit, "", None, detail)
 
 
+@dataclass(frozen=True)
+class Published:
+    """How a training that others measured scaled, by data parallelism alone."""
+
+    what: str
+    parameters: float
+    step_seconds: float  # of the fewest ranks
+    link: float  # bytes per second that leave a machine, or a rank within one
+    efficiencies: dict[int, float]  # by the number of ranks, against the fewest
+
+
+PUBLISHED = (
+    # arXiv 1909.08053, figure 5, at 39 TFLOP/s; a step of 1,288 ms at 62.4 by nv-adlr.github.io/MegatronLMV1.
+    Published("Megatron-LM, GPT-2 of 1.2B, V100, DGX-2H", 1.2e9, 1.288 * 62.4 / 39, 100e9, {64: 0.96}),
+    # github.com/KempnerInstitute/KempnerForge, benchmarks/mfu_scaling, experiments 1, 2 and 4; NVLink.
+    Published("KempnerForge, Llama of 8B, FSDP, H200", 8.03e9, 3.13, 450e9, {2: 0.89, 4: 0.93}),
+    # github.com/mosaicml/llm-foundry, scripts/train/benchmarking: 6 x 2048 tokens a GPU, 10,643 a second of
+    # each of 8. The link is not told; eight adapters of 400 Gb/s are usual.
+    Published(
+        "MosaicML, MPT-7B, FSDP, H100",
+        6.66e9,
+        6 * 2048 / 10_643,
+        400e9,
+        {128: 10_475 / 10_643, 256: 10_119 / 10_643, 512: 9_670 / 10_643},
+    ),
+)
+
+
+def published() -> None:
+    """Put what the planner predicts beside what others measured."""
+    report = Report()
+    for known in PUBLISHED:
+        plan: Any = SimpleNamespace(step_seconds=(known.step_seconds,), unlimited_bytes=0)
+        for ranks, measured in known.efficiencies.items():
+            scaling = predicted(plan, 1, int(known.parameters), True, ranks, known.link)
+            detail = (
+                f"{100 * scaling.efficiency:.1f}% predicted; {scaling.exchange_seconds:.2f} s of exchanges"
+            )
+            report.add(f"{known.what}, {ranks} ranks", 100 * measured, "%", "", None, detail)
+
+
 def nccl() -> None:
     """NCCL with one rank: the same bits as without it, and what it takes."""
     from penstock.collectives.nccl import NCCLEngine
@@ -200,10 +243,11 @@ def main() -> None:
     parser.add_argument("--device", default="opencl")
     parser.add_argument("--save", type=Path)
     parser.add_argument("--nccl", action="store_true")
+    parser.add_argument("--published", action="store_true")
     parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.nccl:
-        nccl()
+    if given.nccl or given.published:
+        nccl() if given.nccl else published()
         return
     if given.as_rank:
         result = as_rank(given.steps, given.device, given.ranks)

@@ -541,7 +541,7 @@ def test_devices_of_a_command(tmp_path: Path) -> None:
     assert f"(process {ranks[-1].pid}) died" in said
     last, problems = ps.train.load_last(folder)
     assert not problems
-    weights = ps.models.load(folder).state_dict()  # as generate, eval and export do
+    weights = ps.models.load(folder).state_dict()  # as generate and eval do
     assert all(np.array_equal(weights[name], last.model[name]) for name in last.model)
     steps = 5 + last.step
     more = [*command, "--resume", str(folder), "--steps", str(steps)]

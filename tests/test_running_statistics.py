@@ -61,6 +61,26 @@ def test_statistics_are_means_over_shards(jitted: bool, momentum: float | None) 
             assert other[:2] == (losses, state)
 
 
+def test_a_step_that_fails_changes_no_statistics() -> None:
+    model = ps.nn.BatchNorm1d(3)
+    optimizer = ps.distributed.DataParallel(ps.optim.SGD(model.parameters(), lr=0.1), shards=2)
+    calls = []
+
+    def step(x: ps.Tensor) -> ps.Tensor:
+        loss = model(x).sum()
+        optimizer.backward(loss)
+        calls.append(x)
+        if len(calls) == 2:
+            raise ValueError("no more data")
+        optimizer.step()
+        return loss
+
+    with pytest.raises(ValueError, match="no more data"):
+        optimizer.train(step, ps.arange(12.0).reshape(4, 3))
+    assert model.running_mean is not None
+    assert model.running_mean.tolist() == [0.0, 0.0, 0.0]
+
+
 def test_statistics_in_the_order_of_the_engine() -> None:
     ranks = on_ranks(3, lambda device: trained(device, True, 0.1, exact=False, zero=2))
     (alone,) = on_ranks(1, lambda device: trained(device, True, 0.1, exact=False))

@@ -14,11 +14,11 @@ from test_distributed import Trained, on_ranks, result, started
 import penstock as ps
 from penstock.collectives.world import communicator
 from penstock.distributed.pieces import PiecedArrays, own_pieces
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, SettingError
 from penstock.runtime import Device
 from penstock.train import checkpoint as checkpoints
 from penstock.train.checkpoint import Checkpoint
-from penstock.train.saving import save_together
+from penstock.train.saving import check_shared, save_together
 from penstock.train.settings import RunSettings
 
 
@@ -171,6 +171,20 @@ def test_shards_of_removed_and_interrupted_checkpoints_go(tmp_path: Path) -> Non
         f"step-{step:08}." for step in (3, 4, 5)
     ]
     assert not any("0123abcd" in name for name in names)
+
+
+def test_ranks_need_the_same_folder(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+
+    def own(folder: Path) -> None:
+        check_shared(tmp_path, communicator())
+        with pytest.raises(SettingError, match="file system that they share"):
+            check_shared(folder, communicator())
+
+    ps.distributed.run_local(own, folders)
+    assert sorted(tmp_path.rglob("*")) == folders
 
 
 # Kills

@@ -384,6 +384,9 @@ class DataParallel(Optimizer):
                 if not self._is_last:
                     self._keep(at)
             before = {**before, "counter": (before["counter"] + _STEP_BLOCKS) % _SHARD_BLOCKS}
+        except BaseException:  # also where the loop over this ends early
+            self.statistics.undo()
+            raise
         finally:
             self._is_last, self._waiting = True, 0
             changing.set(None)

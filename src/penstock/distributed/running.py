@@ -43,6 +43,10 @@ class RunningStatistics:
         if at == 0:
             self._before = [tensor.detach() for tensor in self._tensors]
             self._sums.clear()
+        self.undo()
+
+    def undo(self) -> None:
+        """Take the values before the step."""
         with no_grad():
             for tensor, before in zip(self._tensors, self._before, strict=True):
                 tensor._rebind(before)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from penstock.collectives.communicator import Communicator
 from penstock.distributed.pieces import Piece
 from penstock.errors import CheckpointError, PenstockError, SettingError
-from penstock.files import parse_json
+from penstock.files import UNFINISHED, parse_json
 from penstock.train import checkpoint as checkpoints
 from penstock.train import shards
 from penstock.train.checkpoint import Checkpoint
@@ -74,11 +74,12 @@ def check_shared(folder: Path, group: Communicator) -> None:
     if group.size == 1:
         return
     token = group.share(secrets.token_hex(4).encode()).decode()
-    own = folder / f".rank-{group.rank}-{token}"
+    paths = [folder / f"rank.{rank}-{token}{UNFINISHED}" for rank in range(group.size)]
+    own = paths[group.rank]
     with suppress(OSError):
         own.touch()
     group.barrier()
-    sees = all((folder / f".rank-{rank}-{token}").exists() for rank in range(group.size))
+    sees = all(path.exists() for path in paths)
     all_see = group.run("all_gather", np.array([sees], np.uint8)).all()
     with suppress(OSError):
         own.unlink()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil, log2
 
 from penstock.errors import SettingError
 from penstock.execution.memory_plan import MemoryPlan
@@ -82,7 +83,7 @@ def predicted(
     compute = plan.step_seconds[0]
     sent = int(2 * 4 * parameters * (ranks - 1) / ranks)
     buckets = max(1, 4 * parameters // _BUCKET)
-    messages = 2 * (ranks - 1) * buckets
+    messages = 2 * ceil(log2(ranks)) * buckets  # halving and doubling, as engines do where latency counts
     exchange = messages * _MESSAGE + sent / link if ranks > 1 else 0.0
     exposed = max(exchange - _BACKWARD * compute, exchange / buckets) if ranks > 1 else 0.0
     memory = {stage: planned.unlimited_bytes for stage, planned in plans.items()}
