@@ -248,6 +248,9 @@ class ExecutableCache:
             missing = self.kernels.missing(kernel_sources(schedule, self._device, self.kernels))
 
         def compile_all() -> None:
+            if self._device.driver.keeps_compiled:
+                self.kernels.compile_ahead(missing)
+                return
             kernels = self.kernels.compiled(missing)
             with self._device.running:
                 self.kernels.keep(kernels)
