@@ -41,9 +41,9 @@ from generate import SHAPES
 from measuring import Report
 from penstock.models import Completion, Engine, LanguageModel, TextTokenizer
 
-QUESTIONS = 256  # distinct ones
+QUESTIONS = 128  # distinct ones
 TEMPERATURE = 0.8
-PATIENCE = 120  # seconds without a byte after which a client gives up
+PATIENCE = 600  # seconds without a byte after which a client gives up, as OpenAI's does
 WARM = 8  # answers of each client before anything is measured
 
 
@@ -126,7 +126,7 @@ def questions(folder: Path, chosen: argparse.Namespace) -> list[Question]:
         for seed, (text, answer, length) in enumerate(zip(texts, answers, lengths, strict=True))
     ]
     with Engine(model, slots=chosen.slots, queue=QUESTIONS) as engine:
-        for turn in range(4):
+        for turn in range(2):
             start, busy = time.perf_counter(), cpu_seconds()
             requests = [
                 engine.submit(each.prompt, each.tokens, temperature=each.temperature, seed=each.seed)
@@ -134,7 +134,7 @@ def questions(folder: Path, chosen: argparse.Namespace) -> list[Question]:
             ]
             for request in requests:
                 request.result()
-            if turn == 3:  # earlier turns build programs, of prompts whose beginning is known too
+            if turn:  # the first builds programs
                 show_rate("the engine without a server, the clients' questions", sum(lengths), start, busy)
     return asked
 

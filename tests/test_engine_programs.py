@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -42,29 +43,36 @@ def test_few_buckets_cover_every_step(slots: int, context: int, tokens: int) -> 
 
 
 def test_another_program_takes_a_step_until_its_own_is_built() -> None:
-    may_go, done = threading.Event(), threading.Event()
+    may_go, planned = threading.Event(), []
 
-    def capture(program: Any, chosen: Bucket) -> None:
-        may_go.wait()
+    def compiling(program: Any, chosen: Bucket) -> Callable[[], None]:
+        planned.append(chosen.rows)
         if chosen.rows == 3:
             raise DeviceError("no memory")
 
-    programs = Programs(lambda chosen: object(), capture)
+        def compile_all() -> None:
+            may_go.wait()
+            if chosen.rows == 4:
+                raise DeviceError("no compiler")
+
+        return compile_all
+
+    programs = Programs(lambda chosen: object(), compiling)
     small, large = Bucket(2, 0, 4, False, Needs()), Bucket(8, 0, 16, False, EVERYTHING)
     assert programs.take(small)[0] == small, "without programs that cover others, each is built at once"
     programs.cover(large)
-    wanted = small._replace(width=16)
-    failing = wanted._replace(rows=3)
-    for _ in range(2):
-        assert programs.take(wanted)[0] == large
-        assert programs.take(failing)[0] == large
+    wanted, planned_first = small._replace(width=16), small._replace(width=16, rows=3)
+    assert programs.take(planned_first)[0] == large
+    for rows in (2, 2, 4, 3):
+        assert programs.take(wanted._replace(rows=rows))[0] == large
+    assert planned == [3, 2], "one at a time, and nothing again that failed"
     assert programs.take(wanted._replace(length=16))[0].length == 16, "nothing covers prompts"
     may_go.set()
-    assert programs._thread is not None
-    programs._thread.submit(done.set)
-    done.wait()
-    assert programs.take(wanted)[0] == wanted
-    assert programs.take(failing)[0] == large, "a step does not fail with what is built for later"
+    for rows, taken in ((2, wanted), (4, large), (4, large), (3, large)):
+        if programs._coming is not None:
+            programs._coming[2].exception()  # waits
+        assert programs.take(wanted._replace(rows=rows))[0] == taken, "no step fails with what is for later"
+    assert planned == [3, 2, 4]
     programs.close()
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import model_cases as cases
 import numpy as np
 import pytest
@@ -101,12 +102,16 @@ def base(tmp_path: Path) -> Callable[[str], Path]:
     def made(kind: str) -> Path:
         ps.random.manual_seed(7)
         sizes = {"vocab_size": 280, "max_position_embeddings": 32}
-        model = ps.models.build(cases.CONFIGS["qwen2" if kind == "gguf" else "llama"] | sizes)
+        model = ps.models.build(cases.CONFIGS["qwen2" if kind in ("gguf", "packed") else "llama"] | sizes)
         ps.data.train_bpe(TEXT, 280).save(tmp_path / "tokenizer.json")
-        if kind == "gguf":
+        if kind in ("gguf", "packed"):
             file = writer(tmp_path / "model.gguf", dict(model.config))
             for name, tensor, _ in model.file_weights():
-                file.add_tensor(renamed(name), tensor.numpy())
+                array, q8_0 = tensor.numpy(), gguf.GGMLQuantizationType.Q8_0
+                if kind == "packed" and "proj.weight" in name and array.shape[-1] % 32 == 0:
+                    file.add_tensor(renamed(name), gguf.quantize(array, q8_0), raw_dtype=q8_0)
+                else:
+                    file.add_tensor(renamed(name), array)
             finish(file)
             return tmp_path / "model.gguf"
         model.tokenizer = ps.models.TextTokenizer(
@@ -181,10 +186,13 @@ def test_a_named_size_in_half_precision(config: Config, tmp_path: Path) -> None:
 # Fine-tuned
 
 
-@pytest.mark.slow("folder whole", "gguf adapters", "run whole", "run adapters")
+@pytest.mark.slow("folder whole", "gguf adapters", "packed adapters", "run whole", "run adapters")
 @pytest.mark.parametrize(
     "what",
-    ["folder whole", "folder adapters", "gguf whole", "gguf adapters", "run whole", "run adapters"],
+    [
+        *("folder whole", "folder adapters", "gguf whole", "gguf adapters", "packed adapters"),
+        *("run whole", "run adapters"),
+    ],
 )
 def test_a_model_is_fine_tuned(
     what: str, base: Callable[[str], Path], config: Config, tmp_path: Path
@@ -202,6 +210,8 @@ def test_a_model_is_fine_tuned(
     assert trainer.fit()
     assert np.mean(view.losses[-2:]) < (0.99 if rank else 0.9) * view.losses[0]
     assert any("of which" in note for note in view.notes) == bool(rank)
+    packed = [layer for layer in trainer.model.modules() if isinstance(layer, ps.nn.QuantizedLinear)]
+    assert bool(packed) == (kind == "packed"), "what is packed in a file stays so under adapters"
     if not rank:  # the run has all that it needs
         for part in (path, tmp_path / "folder", tmp_path / "tokenizer.json"):
             shutil.rmtree(part, ignore_errors=True) if part.is_dir() else part.unlink(missing_ok=True)

@@ -8,7 +8,7 @@ the host sees the memory of all inputs, and it is small or new. Small expression
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from time import perf_counter
@@ -237,6 +237,25 @@ class ExecutableCache:
         kernels = self.kernels.compiled(missing)
         with self._device.running:
             self.kernels.keep(kernels)
+
+    def compiling(
+        self, structure: Structure, aliases: Mapping[int, int] | None = None, state: State | None = None
+    ) -> Callable[[], None]:
+        """What compiles the kernels of `build`, in any thread, while others use the device."""
+        with self._device.running:
+            nodes, inputs = prepare(structure.wanted, structure.inputs)
+            schedule = self._compiled(nodes, inputs, structure.numbers, aliases, 2, state)
+            missing = self.kernels.missing(kernel_sources(schedule, self._device, self.kernels))
+
+        def compile_all() -> None:
+            if self._device.driver.keeps_compiled:
+                self.kernels.compile_ahead(missing)
+                return
+            kernels = self.kernels.compiled(missing)
+            with self._device.running:
+                self.kernels.keep(kernels)
+
+        return compile_all
 
     def state_of(self, structure: Structure) -> State | None:
         """What may lie at the host under a limit, of an expression outside of jitted functions."""

@@ -83,7 +83,7 @@ class Decoder:
         self._batch: list[TokenSequence] | None = None  # the sequences of the last step, and their settings
         self._numbers, self._seeds, self._needs = self._state, self._state, Needs()
         self._pages_of_slots = np.zeros((slots, pages_of(model.context)), np.int32)
-        self.programs = Programs(_weakly(self._program), _weakly(self._capture))
+        self.programs = Programs(_weakly(self._program), _weakly(self._compiling))
         self._see = _jitted(self._see_row)
         self._last: dict[str, tuple[npt.NDArray[Any], Tensor]] = {}  # what was uploaded for the last tokens
 
@@ -240,12 +240,15 @@ class Decoder:
             return _jitted(self._take_prompts, fresh=chosen.fresh, needs=chosen.needs)
         return _jitted(self._take_token, needs=chosen.needs)
 
-    def _capture(self, program: Any, chosen: Bucket) -> None:
-        """Build a program without running it, in any thread."""
+    def _compiling(self, program: Any, chosen: Bucket) -> Callable[[], None]:
+        """What compiles the kernels of a program, in any thread."""
         given = [self._empty(array.shape, int32) for array in self._arrays(chosen)]
         numbers = self._empty(numbers_of([Sampling()] * chosen.rows).shape, float32)
         with no_grad(), evaluating():
-            program.prepare(*given, numbers, self._empty((chosen.rows, 2), uint32))
+            compiles: Callable[[], None] = program.compiling(
+                *given, numbers, self._empty((chosen.rows, 2), uint32)
+            )
+        return compiles
 
     # What the programs compute
 

@@ -3,15 +3,14 @@
 Building a program takes seconds where kernels are compiled, and all sequences would wait for it. So an engine
 first builds a few programs that cover all others: with more rows, longer prompts, and everything computed
 that a sequence may need. A step that needs another program is taken by the smallest that covers it, while a
-thread builds its own for the next time.
+thread compiles kernels for its own, of one program at a time. Only compilers run in that thread: anything
+else would take Python's lock from the steps.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from penstock.errors import PenstockError
@@ -76,14 +75,19 @@ def covering(slots: int, context: int, tokens: int, shortest: int, width: int) -
 class Programs:
     """Programs by their buckets."""
 
-    def __init__(self, make: Callable[[Bucket], Any], capture: Callable[[Any, Bucket], None]) -> None:
-        """`make` gives the program of a bucket, which is built when it is first called, or by `capture`."""
-        self._make, self._capture = make, capture
+    def __init__(
+        self, make: Callable[[Bucket], Any], compiling: Callable[[Any, Bucket], Callable[[], None]]
+    ) -> None:
+        """`make` gives the program of a bucket, which is built when it is first called.
+
+        `compiling` plans a program, and gives a function that compiles its kernels, in any thread.
+        """
+        self._make, self._compiling = make, compiling
         self._covering: dict[Bucket, Any] = {}
         self._others = LRU[Bucket, Any](_MOST)
-        self._coming: set[Bucket] = set()  # which the thread builds, or could not build
+        self._failed: set[Bucket] = set()
         self._thread: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()
+        self._coming: tuple[Bucket, Any, Future[None]] | None = None  # whose kernels are being compiled
 
     def __len__(self) -> int:
         return len(self._covering) + len(self._others)
@@ -93,38 +97,48 @@ class Programs:
 
     def cover(self, bucket: Bucket) -> Any:
         """The program of a bucket that may take the steps of others, from now on."""
-        with self._lock:
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, "penstock programs")
-            return self._covering.setdefault(bucket, self._make(bucket))
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "penstock programs")
+        return self._covering.setdefault(bucket, self._make(bucket))
 
     def take(self, wanted: Bucket) -> tuple[Bucket, Any]:
         """The bucket in which a step is computed, and its program."""
-        with self._lock:
-            program = self._covering.get(wanted) or self._others.use(wanted)
-            if program is not None:
-                return wanted, program
-            able = [item for item in self if item[0].covers(wanted)] if self._thread is not None else []
-            if not able:
-                program = self._others[wanted] = self._make(wanted)
-                return wanted, program
-            if wanted not in self._coming:
-                self._coming.add(wanted)
-                assert self._thread is not None
-                self._thread.submit(self._build, wanted)
-            return min(able, key=lambda item: item[0].work)
+        self._arrive()
+        program = self._covering.get(wanted) or self._others.use(wanted)
+        if program is not None:
+            return wanted, program
+        able = [item for item in self if item[0].covers(wanted)] if self._thread is not None else []
+        if not able:
+            program = self._others[wanted] = self._make(wanted)
+            return wanted, program
+        if self._coming is None and wanted not in self._failed:
+            self._begin(wanted)
+        return min(able, key=lambda item: item[0].work)
 
-    def _build(self, wanted: Bucket) -> None:
+    def _begin(self, wanted: Bucket) -> None:
+        """Have the kernels of a program compiled."""
         program = self._make(wanted)
-        with suppress(PenstockError):  # of memory, perhaps; others cover it, and no step fails
-            self._capture(program, wanted)
-            with self._lock:
-                self._others[wanted] = program
-                self._coming.discard(wanted)
+        assert self._thread is not None
+        try:
+            compiles = self._compiling(program, wanted)
+        except PenstockError:  # of memory, perhaps; others cover it, and no step fails
+            self._failed.add(wanted)
+        else:
+            self._coming = wanted, program, self._thread.submit(compiles)
+
+    def _arrive(self) -> None:
+        """Take a program whose kernels are compiled by now."""
+        if self._coming is None or not self._coming[2].done():
+            return
+        wanted, program, compiled = self._coming
+        self._coming = None
+        if compiled.exception() is None:
+            self._others[wanted] = program
+        else:
+            self._failed.add(wanted)
 
     def close(self) -> None:
-        """Build nothing more in the background."""
-        with self._lock:
-            thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.shutdown(cancel_futures=True)
+        """Compile nothing more in the background."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+            self._thread = self._coming = None

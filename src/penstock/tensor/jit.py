@@ -24,7 +24,7 @@ from penstock.lru import LRU
 from penstock.memory.budgeting import budget
 from penstock.tensor.capture import capture
 from penstock.tensor.core import Tensor, captured_by
-from penstock.tensor.jit_program import SLOT, captured_program, memory_plan
+from penstock.tensor.jit_program import SLOT, captured_program, compiling, memory_plan
 from penstock.tensor.leaves import leaf_of
 from penstock.tensor.recording import recording
 from penstock.tensor.replay import Captured, replaced
@@ -96,21 +96,8 @@ class _Jitted:
                 return self._call(args, kwargs)
         return self._call(args, kwargs)
 
-    def prepare(self, *args: Any, **kwargs: Any) -> None:
-        """Have a program for arguments such as these, without running it; other threads go on meanwhile."""
-        self._capture_of(args, kwargs, [])
-
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors: list[Tensor] = []
-        captured, start = self._capture_of(args, kwargs, tensors)
-        if captured.device.stream.recorders:
-            return captured.recorded_replay(tensors, start)
-        return captured.replay(tensors)
-
-    def _capture_of(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
-    ) -> tuple[Captured, float]:
-        """The capture for a call, and when it started, or 0; the tensors of the arguments are appended."""
         key: tuple[Any, ...] = (
             recording(),
             _flattened(args, tensors),
@@ -129,7 +116,9 @@ class _Jitted:
                 if captured is None:
                     captured = self._capture(args, kwargs, tensors)
                     self._remember(key, captured)
-        return captured, start
+        if captured.device.stream.recorders:
+            return captured.recorded_replay(tensors, start)
+        return captured.replay(tensors)
 
     def schedules(self) -> list[Schedule]:
         """See the function of that name."""
@@ -164,6 +153,13 @@ class _Jitted:
         _flattened((args, kwargs), tensors)
         with self._lock, self._traced(args, kwargs, tensors) as (tracing, _, outputs):
             return memory_plan(self._name, tracing, outputs)
+
+    def compiling(self, *args: Any, **kwargs: Any) -> Callable[[], None]:
+        """What compiles the kernels of a call with such arguments, in any thread, before its capture."""
+        tensors: list[Tensor] = []
+        _flattened((args, kwargs), tensors)
+        with self._lock, self._traced(args, kwargs, tensors) as (tracing, _, outputs):
+            return compiling(self._name, tracing, outputs)
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Captured:
         first: list[Tensor] = []

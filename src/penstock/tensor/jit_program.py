@@ -71,6 +71,12 @@ def memory_plan(name: str, tracing: Tracing, outputs: Sequence[Tensor]) -> Memor
     return executables(traced.device).memory_plan(traced.structure, traced.over, *traced.state)
 
 
+def compiling(name: str, tracing: Tracing, outputs: Sequence[Tensor]) -> Callable[[], None]:
+    """What compiles the kernels of the program of a traced function, in any thread."""
+    traced = _Traced(name, tracing, outputs)
+    return executables(traced.device).compiling(traced.structure, traced.over, *traced.state)
+
+
 class _Traced:
     """The nodes that a traced function computes, and their device."""
 

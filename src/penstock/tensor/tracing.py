@@ -222,11 +222,6 @@ class Tracing:
         return self._adopted(gradient, Origin(gradient_of=owner.origin)).tensor
 
     def _adopted(self, actual: Tensor, origin: Origin) -> StandIn:
-        # A replay in another thread would not write over a value while its node is looked at here.
-        with actual.device.running:
-            return self._adopted_now(actual, origin)
-
-    def _adopted_now(self, actual: Tensor, origin: Origin) -> StandIn:
         node, requires_grad = actual._actual_node, actual._actual_requires_grad
         made = isinstance(node.value, MadeInside)
         first = node.value.make() if made else leaf(UNKNOWN, node.shape, node.dtype)

@@ -28,9 +28,13 @@ _CHUNK = 1 << 20  # bytes
 
 
 def load_base(config: Config, device: Where = None) -> LanguageModel:
-    """The model that a run fine-tunes, with adapters if it has any; adapters from before are merged."""
+    """The model that a run fine-tunes, with adapters if it has any; adapters from before are merged.
+
+    Under adapters, the weights of a GGUF file that can stay packed do.
+    """
     setting, lora = config.model, config.lora
-    model = ps.models.load(setting.name, device=device, dtype=setting.precision)
+    packed_file = bool(lora.rank) and Path(setting.name).suffix == ".gguf"
+    model = ps.models.load(setting.name, device=device, dtype=setting.precision, quantized=packed_file)
     try:
         ps.models.merge_lora(model)
     except TypeError as error:
