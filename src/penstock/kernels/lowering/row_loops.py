@@ -31,6 +31,7 @@ _BUSY = 256  # threads for each compute unit; where there are fewer, more thread
 # many workgroups for each compute unit.
 _MOST_TURNS = 16
 _VECTOR_GROUPS = 8
+_PREFETCHED = 1 << 18  # bytes of a matrix, whose rows are prefetched
 _NOWHERE = Index((), -1)  # the index of column sums, which no load has, so that they overwrite no input
 _ENOUGH = 0.9  # share of a row's threads that should have an item at every step
 
@@ -114,6 +115,7 @@ class RowLoops(LoopNest):
                 kernel.body = self._with_column_sums(kernel.body, part_rows, together)
             elif part_rows > together:
                 kernel.body = [self._over_rows(kernel.body, part_rows, together)]
+            before_rows = [*self._prefetched(part_rows), *before_rows]
             kernel.body = [ir.Let("rank", ir.THREAD % self._threads), *before_rows, *kernel.body]
         else:
             part = self.chunk(rows, self.tasks(rows, rows * columns))
@@ -171,6 +173,24 @@ class RowLoops(LoopNest):
         self._number = number
         # Threads exchange values in local memory, which the rows reuse.
         return [*emitter.bodies[0], ir.Barrier()]
+
+    def _prefetched(self, part_rows: int) -> list[ir.Statement]:
+        """Have the first rows of large matrices, which are read in order, in the device's cache."""
+        whole = self.count(self._rows) * self.group.columns
+        inputs = [
+            at
+            for at, node in enumerate(self.group.inputs)
+            if node.size == whole
+            and node.nbytes >= _PREFETCHED
+            and {index for _, index in self.emitter.loads.get(at, ())} == {self._number}
+        ]
+        sizes = {self.group.inputs[at].dtype.itemsize for at in inputs}
+        if not self.prefetches or self._column_sums or len(sizes) != 1:
+            return []
+        columns = self.group.columns
+        first = (ir.WORKGROUP * part_rows + ir.THREAD // self._threads) * columns
+        names = tuple(f"in{at}" for at in inputs)
+        return [ir.Prefetch(names, first, columns * sizes.pop(), ir.Var("rank"), self._threads)]
 
     def _vectors(self) -> list[Node]:
         """The vectors that rows read and that depend on reductions."""
