@@ -157,7 +157,7 @@ class UniformLoad(Statement):
 class Prefetch(Statement):
     """Reads from here on will come: of each buffer, `nbytes` from an item on, spread over some threads.
 
-    It comes first in a kernel, before anything that waits for earlier kernels; what is read early need not be
+    If it is `first`, it comes before anything that waits for earlier kernels; what is read early need not be
     final. Only in dialects that have `prefetches`.
     """
 
@@ -166,6 +166,7 @@ class Prefetch(Statement):
     nbytes: int
     rank: Expr
     threads: int
+    first: bool = True
 
 
 class ComesLast(Statement):

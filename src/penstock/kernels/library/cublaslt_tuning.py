@@ -184,7 +184,7 @@ def memory(
     for name, at in launch.buffers.items():  # both operands may be the same buffer
         sizes[at] = max(sizes.get(at, 0), -(-launch.product.nbytes(name) // ALIGNMENT))
     other = sizes[launch.buffers[streamed]] if streamed else 0
-    copies = -(-_CACHES // (ALIGNMENT * other)) if streamed else 0  # besides the first
+    copies = -(-_CACHES // (ALIGNMENT * other)) - 1 if streamed else 0  # besides the first
     taken = driver.allocate(ALIGNMENT * (sum(sizes.values()) + copies * other))
     try:
         if random:

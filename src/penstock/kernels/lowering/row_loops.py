@@ -115,7 +115,7 @@ class RowLoops(LoopNest):
                 kernel.body = self._with_column_sums(kernel.body, part_rows, together)
             elif part_rows > together:
                 kernel.body = [self._over_rows(kernel.body, part_rows, together)]
-            before_rows = [*self._prefetched(part_rows), *before_rows]
+            before_rows = [*self._prefetched(ir.WORKGROUP * part_rows), *before_rows]
             kernel.body = [ir.Let("rank", ir.THREAD % self._threads), *before_rows, *kernel.body]
         else:
             part = self.chunk(rows, self.tasks(rows, rows * columns))
@@ -143,7 +143,10 @@ class RowLoops(LoopNest):
         """The body of a row for all rows of a workgroup, of which it processes some at a time."""
         # Threads that share a row exchange values in local memory, which the next row reuses.
         barrier = [ir.Barrier()] if any(map(self._reduces_row, self.group.nodes)) else []
-        return ir.loop("again", 0, part_rows, [*body, *barrier], step=together, unrolled=1)
+        again = ir.Var("again")
+        ahead = self._prefetched(ir.WORKGROUP * part_rows + (again + together), first=False)
+        ahead = [ir.If(again < part_rows - together, ahead)] if ahead else []
+        return ir.loop("again", 0, part_rows, [*ahead, *body, *barrier], step=together, unrolled=1)
 
     def _turns(self, times: int) -> int:
         """How often a workgroup takes rows, of so many times in all, so that it computes a vector rarely."""
@@ -174,8 +177,8 @@ class RowLoops(LoopNest):
         # Threads exchange values in local memory, which the rows reuse.
         return [*emitter.bodies[0], ir.Barrier()]
 
-    def _prefetched(self, part_rows: int) -> list[ir.Statement]:
-        """Have the first rows of large matrices, which are read in order, in the device's cache."""
+    def _prefetched(self, row: ir.Expr, first: bool = True) -> list[ir.Statement]:
+        """Have rows of large matrices, from `row` on, in the device's cache, if they are read in order."""
         whole = self.count(self._rows) * self.group.columns
         inputs = [
             at
@@ -188,9 +191,9 @@ class RowLoops(LoopNest):
         if not self.prefetches or self._column_sums or len(sizes) != 1:
             return []
         columns = self.group.columns
-        first = (ir.WORKGROUP * part_rows + ir.THREAD // self._threads) * columns
+        start = (row + ir.THREAD // self._threads) * columns
         names = tuple(f"in{at}" for at in inputs)
-        return [ir.Prefetch(names, first, columns * sizes.pop(), ir.Var("rank"), self._threads)]
+        return [ir.Prefetch(names, start, columns * sizes.pop(), ir.Var("rank"), self._threads, first)]
 
     def _vectors(self) -> list[Node]:
         """The vectors that rows read and that depend on reductions."""
