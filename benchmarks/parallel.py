@@ -209,7 +209,7 @@ def published() -> None:
     for known in PUBLISHED:
         plan: Any = SimpleNamespace(step_seconds=(known.step_seconds,), unlimited_bytes=0)
         for ranks, measured in known.efficiencies.items():
-            scaling = predicted(plan, 1, int(known.parameters), True, ranks, known.link)
+            scaling = predicted({0: plan}, 1, int(known.parameters), ranks, known.link)
             detail = (
                 f"{100 * scaling.efficiency:.1f}% predicted; {scaling.exchange_seconds:.2f} s of exchanges"
             )

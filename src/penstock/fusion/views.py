@@ -14,6 +14,13 @@ from penstock.graph.reducing import EXPAND
 from penstock.graph.shaping import PERMUTE, SLICE
 
 
+def below_views(node: Node) -> Node:
+    """The value that a node is a view of, by whatever views."""
+    while node.primitive.kind is Kind.VIEW:
+        node = node.inputs[0]
+    return node
+
+
 def base(node: Node) -> Node:
     """The node below reshapes, whose bytes are those of `node` too."""
     while node.primitive.same_bytes and node.value is None:

@@ -32,8 +32,9 @@ from penstock.tensor.dtypes import bool_, float32, int32, uint32
 from penstock.tensor.gathering import zeros_gathered
 from penstock.tensor.indexing import looked_up
 from penstock.tensor.jit import jit
-from penstock.tensor.manipulation import astype, reshape, stack
+from penstock.tensor.manipulation import astype, reshape
 from penstock.tensor.recording import no_grad
+from penstock.tensor.reduction import max as max_
 
 if TYPE_CHECKING:
     from penstock.models.model import LanguageModel
@@ -302,8 +303,21 @@ class Decoder:
         if needs.penalizes:
             index = where(slots >= 0, slots * self._vocab_size + ids, -1)
             self._seen._rebind(with_rows(self._seen, index, ones(ids.shape, dtype=bool_, device=ids.device)))
-        self._state._rebind(with_rows(self._state, slots, stack([ids, lengths], axis=1)))
+        self._note(slots, ids, lengths)
         return drawn
+
+    def _note(self, slots: Tensor, ids: Tensor, lengths: Tensor) -> None:
+        """Have the last tokens and the lengths of slots in the state.
+
+        By comparing all slots: that is a single small kernel, together with what computes the tokens.
+        """
+        rows, device = slots.shape[0], slots.device
+        own = reshape(arange(self.slots, dtype=int32, device=device), (self.slots, 1, 1))
+        is_token = reshape(arange(2, dtype=int32, device=device), (1, 2, 1)) == 0
+        same = own == reshape(slots, (1, 1, rows))
+        new = where(is_token, reshape(ids, (1, 1, rows)), reshape(lengths, (1, 1, rows)))
+        new = max_(where(same, new, -1), axis=2)  # neither tokens nor lengths are negative
+        self._state._rebind(where(new >= 0, new, self._state))
 
     def _see_row(self, slot: Tensor, row: Tensor) -> None:
         """Note all tokens of a sequence."""

@@ -2,7 +2,8 @@
 
 The library suggests algorithms in the order of its own model. Each is timed on memory of the problem's size.
 The same memory is used for all calls, so that small operands come from the cache; in a program they mostly do
-too, since the preceding kernel has just written one of them.
+too, since the preceding kernel has just written one of them. But where an operand is much larger than all the
+rest, as the weights of a product of few rows are, each call has another copy of it, which no cache holds.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, cycle, islice
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
 from penstock.fusion.products import Matrix
 from penstock.graph.dtypes import checked as dtype_of
 from penstock.graph.node import Array
-from penstock.kernels.library.cublaslt import WORKSPACE, LibraryLaunch
+from penstock.kernels.library.cublaslt import WORKSPACE, LibraryLaunch, Product
 from penstock.kernels.source import ALIGNMENT, digest
 from penstock.tuning_cache import TuningCache
 
@@ -34,6 +35,9 @@ _SUGGESTIONS = 8  # algorithms to time
 _ROUNDS = 5  # timings of each, of which the median counts
 _ROUND_MS = 0.2  # of a timing: events have a resolution of half a microsecond
 _MOST_CALLS = 16  # in a timing
+_COLD = 1 << 20  # bytes of an operand that is read from memory, if all others have a part of it at most:
+_SMALL_PART = 4
+_CACHES = 128 << 20  # bytes of copies, more than caches hold
 _SAMPLE = 1 << 16  # random items, which are repeated: products of zeros are faster than others
 
 
@@ -64,7 +68,8 @@ def tune(launch: LibraryLaunch, driver: Driver) -> int:
     if context not in _libraries:
         _libraries[context] = _Library()
     library = _libraries[context]
-    problem = digest(repr(launch.product))
+    streamed = _streamed(launch.product)
+    problem = f"{digest(repr(launch.product))}{' from memory' if streamed else ''}"
     known = _read(library.cache.get(problem))
     if known is not None and not 0 <= needed(launch, library.handle, known) <= WORKSPACE:
         known = None
@@ -73,16 +78,25 @@ def tune(launch: LibraryLaunch, driver: Driver) -> int:
         raise CompileError(f"cuBLASLt has no algorithm for {launch.product}")
     launch.use(library.handle, algorithms[0])
     try:
-        with memory(launch, driver, random=known is None) as args, new_stream() as stream:
+        timed = streamed if known is None else ""
+        with memory(launch, driver, timed, random=known is None) as sets, new_stream() as stream:
             if known is None:
-                times = [_milliseconds(launch, library.handle, each, stream, args) for each in algorithms]
+                times = [_milliseconds(launch, library.handle, each, stream, sets) for each in algorithms]
                 launch.use(library.handle, algorithms[times.index(min(times))])
-            launch(stream, *args)
+            launch(stream, *sets[0])
         if known is None:
             library.cache.put(problem, launch.algorithm.tobytes().hex())
     except OutOfDeviceMemory:
         pass  # the library's first suggestion, or the cached choice, will do
     return needed(launch, library.handle, launch.algorithm)
+
+
+def _streamed(product: Product) -> str:
+    """The operand that a product mostly reads, and from memory; none if there is no such operand."""
+    name = max(("left", "right"), key=product.nbytes)
+    rest = sum(product.nbytes(other) for other in ("left", "right", "out") if other != name)
+    large = product.nbytes(name)
+    return name if large >= _COLD and large >= _SMALL_PART * rest else ""
 
 
 def suggestions(launch: LibraryLaunch, handle: int) -> list[Array]:
@@ -139,18 +153,18 @@ def needed(launch: LibraryLaunch, handle: int, algorithm: Array) -> int:
 
 
 def _milliseconds(
-    launch: LibraryLaunch, handle: int, algorithm: Array, stream: int, args: Sequence[int]
+    launch: LibraryLaunch, handle: int, algorithm: Array, stream: int, sets: Sequence[Sequence[int]]
 ) -> float:
-    """The time of a call with an algorithm; infinite where it fails."""
+    """The time of a call with an algorithm, with each set of arguments in turn; infinite if it fails."""
     launch.use(handle, algorithm)
     try:
-        launch(stream, *args)  # loads its kernels
-        once = _timed(stream, partial(launch, stream, *args))
+        launch(stream, *sets[0])  # loads its kernels
+        once = _timed(stream, partial(launch, stream, *sets[0]))
     except cublasLt.cuBLASLtError:
         return float("inf")
-    calls = max(1, min(_MOST_CALLS, round(_ROUND_MS / once)))
+    calls = max(len(sets), min(_MOST_CALLS, round(_ROUND_MS / once)))
     # In a graph, because Python enqueues more slowly than a GPU computes small products.
-    with captured(stream, calls * [partial(launch, stream, *args)]) as replay:
+    with captured(stream, [partial(launch, stream, *args) for args in islice(cycle(sets), calls)]) as replay:
         replay()
         return statistics.median(_timed(stream, replay) for _ in range(_ROUNDS)) / calls
 
@@ -159,19 +173,32 @@ def _milliseconds(
 
 
 @contextmanager
-def memory(launch: LibraryLaunch, driver: Driver, random: bool = True) -> Iterator[list[int]]:
-    """Arguments for a launch: new memory, with random items or uninitialised."""
+def memory(
+    launch: LibraryLaunch, driver: Driver, streamed: str = "", random: bool = True
+) -> Iterator[list[list[int]]]:
+    """Sets of arguments for a launch: new memory, with random items or uninitialised.
+
+    They differ in the operand that is `streamed`, if there is any, and are as many as caches do not hold.
+    """
     sizes: dict[int, int] = {}
     for name, at in launch.buffers.items():  # both operands may be the same buffer
         sizes[at] = max(sizes.get(at, 0), -(-launch.product.nbytes(name) // ALIGNMENT))
-    taken = driver.allocate(ALIGNMENT * sum(sizes.values()))
+    other = sizes[launch.buffers[streamed]] if streamed else 0
+    copies = -(-_CACHES // (ALIGNMENT * other)) - 1 if streamed else 0  # besides the first
+    taken = driver.allocate(ALIGNMENT * (sum(sizes.values()) + copies * other))
     try:
         if random:
             items = np.random.default_rng(0).standard_normal(_SAMPLE)
             sample = items.astype(dtype_of(launch.product.dtype)).view(np.uint8)
             _fill(int(taken.native), taken.nbytes, sample)
         places = list(accumulate((sizes[at] for at in range(len(sizes))), initial=0))[:-1]
-        yield [*(int(taken.native) for _ in places), *places]
+        sets = []
+        for copy in range(1 + copies):
+            own = list(places)
+            if copy:
+                own[launch.buffers[streamed]] = sum(sizes.values()) + (copy - 1) * other
+            sets.append([*(int(taken.native) for _ in own), *own])
+        yield sets
     finally:
         driver.free(taken)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from penstock.fusion.column_reductions import is_column_part
 from penstock.fusion.index import Coords, Index, variable
+from penstock.fusion.views import below_views
 from penstock.graph.contraction import GATHER
 from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.elementwise import CAST, PRIMITIVES
@@ -13,8 +14,9 @@ from penstock.graph.node import Kind, Node, Primitive
 from penstock.kernels import ir
 from penstock.kernels.lowering.blocks import depends_on_order
 from penstock.kernels.lowering.emitter import Value, computed_dtype
-from penstock.kernels.lowering.loop_nest import LoopNest, Lowered
+from penstock.kernels.lowering.loop_nest import Lowered
 from penstock.kernels.lowering.partials import Partials
+from penstock.kernels.lowering.sums_of_rows import SumsOfRows
 
 # Of a GPU.
 _ITEMS = 32  # of a row that a thread has, if there are enough threads, and can keep in registers
@@ -31,11 +33,12 @@ _BUSY = 256  # threads for each compute unit; where there are fewer, more thread
 # many workgroups for each compute unit.
 _MOST_TURNS = 16
 _VECTOR_GROUPS = 8
+_PREFETCHED = 1 << 18  # bytes of a matrix, whose rows are prefetched
 _NOWHERE = Index((), -1)  # the index of column sums, which no load has, so that they overwrite no input
 _ENOUGH = 0.9  # share of a row's threads that should have an item at every step
 
 
-class RowLoops(LoopNest):
+class RowLoops(SumsOfRows):
     """A loop over rows, each in as many passes as its reductions need.
 
     On a GPU, a workgroup may also accumulate column sums over its rows.
@@ -83,14 +86,15 @@ class RowLoops(LoopNest):
         if self.gpu:
             self.take_lanes(self._inner)
             self._threads, together = self._divide(rows)
-            part_rows = self._part_rows() or together * self._turns(rows // together)  # of a workgroup
-            kernel.grid, kernel.group = (rows // part_rows,), (self._threads * together,)
+            part_rows = self._part_rows() or together * self._turns(-(-rows // together))  # of a workgroup
+            kernel.grid, kernel.group = (-(-rows // part_rows),), (self._threads * together,)
+            self._uneven = rows % part_rows > 0  # some workgroups would have rows beyond the last
             if self._threads > _FEW_THREADS:
                 kernel.resident = max(1, _RESIDENT // self._threads)
             first = ir.WORKGROUP * part_rows
             first = first + ir.Var("again") if part_rows > together else first
             before_rows = self._vector_passes()
-            emitter.bodies[0] = [ir.Let("row", first + ir.THREAD // self._threads)]
+            emitter.bodies[0] = self._row_of_thread(first)
             self._sum_names = {at: emitter.name("tally") for at in self._column_sums}
         emitter.bodies[0] += self.unpack("row", self.joined(self._rows), 0)
         passes = 1 + max(level - self._reduces_row(node) for node, level in self._levels.items())
@@ -114,11 +118,27 @@ class RowLoops(LoopNest):
                 kernel.body = self._with_column_sums(kernel.body, part_rows, together)
             elif part_rows > together:
                 kernel.body = [self._over_rows(kernel.body, part_rows, together)]
+            before_rows = [*self._prefetched(ir.WORKGROUP * part_rows), *before_rows]
             kernel.body = [ir.Let("rank", ir.THREAD % self._threads), *before_rows, *kernel.body]
         else:
             part = self.chunk(rows, self.tasks(rows, rows * columns))
             kernel.body = [*part, ir.loop("row", ir.Var("begin"), ir.Var("end"), emitter.bodies[0])]
         return self.lowered()
+
+    def _row_of_thread(self, first: ir.Expr) -> list[ir.Statement]:
+        """The row of a thread, from `first` on; the last row for those beyond, which store nothing."""
+        own = first + ir.THREAD // self._threads
+        if not self._uneven:
+            return [ir.Let("row", own)]
+        return [ir.Let("own_row", own), ir.Let("row", self._clamped(ir.Var("own_row")))]
+
+    def _clamped(self, row: ir.Expr) -> ir.Expr:
+        last = self.count(self._rows) - 1
+        return ir.Select(ir.INT, row < last, row, ir.Const(last))
+
+    def _may_be_uneven(self) -> bool:
+        """Whether the first threads of rows make all stores, so that they can leave some out."""
+        return bool(self._of_vector) and not any(map(self._is_whole, self.group.outputs))
 
     def _part_rows(self) -> int:
         """The rows of each part of a column sum; 0 if there is none."""
@@ -141,7 +161,10 @@ class RowLoops(LoopNest):
         """The body of a row for all rows of a workgroup, of which it processes some at a time."""
         # Threads that share a row exchange values in local memory, which the next row reuses.
         barrier = [ir.Barrier()] if any(map(self._reduces_row, self.group.nodes)) else []
-        return ir.loop("again", 0, part_rows, [*body, *barrier], step=together, unrolled=1)
+        again = ir.Var("again")
+        ahead = self._prefetched(ir.WORKGROUP * part_rows + (again + together), first=False)
+        ahead = [ir.If(again < part_rows - together, ahead)] if ahead else []
+        return ir.loop("again", 0, part_rows, [*ahead, *body, *barrier], step=together, unrolled=1)
 
     def _turns(self, times: int) -> int:
         """How often a workgroup takes rows, of so many times in all, so that it computes a vector rarely."""
@@ -149,7 +172,7 @@ class RowLoops(LoopNest):
         while (
             self._of_vector
             and turns < _MOST_TURNS
-            and times % (2 * turns) == 0
+            and (times % (2 * turns) == 0 or self._may_be_uneven())
             and times // (2 * turns) >= _VECTOR_GROUPS * self.units
         ):
             turns *= 2
@@ -172,6 +195,25 @@ class RowLoops(LoopNest):
         # Threads exchange values in local memory, which the rows reuse.
         return [*emitter.bodies[0], ir.Barrier()]
 
+    def _prefetched(self, row: ir.Expr, first: bool = True) -> list[ir.Statement]:
+        """Have rows of large matrices, from `row` on, in the device's cache, if they are read in order."""
+        whole = self.count(self._rows) * self.group.columns
+        inputs = [
+            at
+            for at, node in enumerate(self.group.inputs)
+            if node.size == whole
+            and node.nbytes >= _PREFETCHED
+            and {index for _, index in self.emitter.loads.get(at, ())} == {self._number}
+        ]
+        sizes = {self.group.inputs[at].dtype.itemsize for at in inputs}
+        if not self.prefetches or self._column_sums or len(sizes) != 1:
+            return []
+        columns = self.group.columns
+        own = row + ir.THREAD // self._threads
+        start = (self._clamped(own) if self._uneven else own) * columns
+        names = tuple(f"in{at}" for at in inputs)
+        return [ir.Prefetch(names, start, columns * sizes.pop(), ir.Var("rank"), self._threads, first)]
+
     def _vectors(self) -> list[Node]:
         """The vectors that rows read and that depend on reductions."""
         read = {
@@ -179,53 +221,9 @@ class RowLoops(LoopNest):
             for node in self.group.nodes
             if self._is_whole(node)
             for parent in node.inputs
-            if (read := _below_views(parent)).size == self.group.columns and self._levels.get(read)
+            if (read := below_views(parent)).size == self.group.columns and self._levels.get(read)
         }
         return [_unwidened(node) for node in self.group.nodes if node in read]
-
-    def _store_sums(self) -> list[ir.Statement]:
-        """Store the column sums of a workgroup that processes a row at a time."""
-        stores: list[ir.Statement] = []
-        for at, name in self._sum_names.items():
-            part, kind = self.emitter.name(), ir.Type("float32", self.lanes)
-            place = ir.WORKGROUP * self.group.columns + ir.Var("column")
-            stores += [
-                ir.Let(part, ir.Load(kind, name, kind.dtype, ir.Var("slot"), int(self.lanes > 1))),
-                ir.Store(ir.Var(part, kind), f"out{at}", kind.dtype, place, self.lanes),
-            ]
-        return [self._step_loop(ir.Var("rank") * self.lanes, self._steps(), stores)]
-
-    def _join_sums(self, together: int) -> list[ir.Statement]:
-        """Add up, in local memory, the column sums of a workgroup that processes several rows at a time."""
-        emitter, lanes, threads, columns = self.emitter, self.lanes, self._threads, self.group.columns
-        length, group = self._own_items(), threads * together
-        result: list[ir.Statement] = []
-        sums: list[ir.Statement] = []
-        # Item `slot` of thread THREAD is at `slot * group + THREAD`, so that neighbours write neighbours.
-        number, column, slot, kind = ir.Var("spot"), ir.Var("column"), ir.Var("slot"), ir.Type("float32")
-        spot = number // threads * group + number % threads
-        first = number % threads * lanes + number // (threads * lanes) * (threads * lanes)
-        for at, name in self._sum_names.items():
-            array = emitter.local_array("across", "float32", length * group)
-            item, total, part = (ir.Var(emitter.name(word), kind) for word in ("item", "sum", "part"))
-            operation = self._column_sums[at].primitive.name
-            shared: list[ir.Statement] = [
-                ir.Let(item.name, ir.Load(kind, name, "float32", slot)),
-                ir.Store(item, array, "float32", slot * group + ir.THREAD),
-            ]
-            result.append(ir.loop("slot", 0, length, shared, unrolled=length))
-            added: list[ir.Statement] = [
-                ir.Let(part.name, ir.Load(kind, array, "float32", spot + ir.Var("other") * threads)),
-                ir.Accumulate(total, operation, part, kind),
-            ]
-            store = ir.Store(total, f"out{at}", "float32", ir.WORKGROUP * columns + column)
-            sums += [
-                ir.Declare(total.name, ir.Identity(kind, operation)),
-                ir.loop("other", 0, together, added, unrolled=together),
-                ir.If(column < columns, [store]) if columns % (threads * length) else store,
-            ]
-        whole = [ir.Let("column", first + number // threads % lanes), *sums]
-        return [*result, ir.Barrier(), ir.loop("spot", ir.THREAD, length * threads, whole, step=group)]
 
     def _divide(self, rows: int) -> tuple[int, int]:
         """How many threads share a row, and how many rows a workgroup processes at a time."""
@@ -241,7 +239,7 @@ class RowLoops(LoopNest):
         while 2 * threads <= min(most, vectors) and rows * threads < _BUSY * self.units:
             threads *= 2
         together = max(1, min(_FEW_THREADS, most) // threads)
-        while (self._part_rows() or rows) % together:
+        while (self._part_rows() or rows) % together and not self._may_be_uneven():
             together //= 2
         if threads * together < _WARP:  # a warp exchanges values among all its threads
             threads, together = _WARP, 1
@@ -261,7 +259,10 @@ class RowLoops(LoopNest):
 
     def _by_first_thread(self, stores: list[ir.Statement], outputs: list[int]) -> list[ir.Statement]:
         """Stores of the reduced values of a row, by its first thread."""
-        may_alias, store = self.may_alias(), ir.If(ir.Var("rank").eq(0), stores)
+        first = ir.Var("rank").eq(0)
+        if self._uneven:
+            first = first & (ir.Var("own_row") < self.count(self._rows))
+        may_alias, store = self.may_alias(), ir.If(first, stores)
         # All threads must have read a value before another overwrites it.
         overwrites = any(may_alias[at] for at in outputs)
         return [ir.Barrier(device_memory=True), store] if overwrites else [store]
@@ -466,13 +467,7 @@ class RowLoops(LoopNest):
         return ir.loop("turn", 0, turns, [*counts, *statements], unrolled=turns)
 
 
-def _below_views(node: Node) -> Node:
-    while node.primitive.kind is Kind.VIEW:
-        node = node.inputs[0]
-    return node
-
-
 def _unwidened(node: Node) -> Node:
     """The value in half precision that a value was cast from, if it was: it takes half the registers."""
-    source = _below_views(node.inputs[0]) if node.primitive is CAST else node
+    source = below_views(node.inputs[0]) if node.primitive is CAST else node
     return source if source.dtype in HALF_PRECISION and source.size == node.size else node
