@@ -1,6 +1,7 @@
 """The models of the examples beside their PyTorch twins: whole training steps, all sides in turn.
 
-    python benchmarks/zoo.py [NAME ...] [--device opencl:0] [--no-compile] [--cpu-time] [--rounds 7] [--save FILE]
+    python benchmarks/zoo.py [NAME ...] [--device opencl:0] [--no-compile] [--cpu-time] [--rounds 7]
+        [--save FILE]
 
 A twin is the example's own file, with PyTorch in the place of Penstock: the names are the same. Both sides
 have the same sizes, batches and optimizer. PyTorch runs with as many threads as there are cores, eager and

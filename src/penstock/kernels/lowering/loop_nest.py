@@ -176,7 +176,7 @@ class LoopNest:
         return result
 
     def together(self, names: Sequence[str]) -> list[str]:
-        """The last variables whose items fill vectors, if not those of the last alone; none if they do not."""
+        """The last variables whose items together fill vectors: as few as possible; none if they cannot."""
         inner = 1
         for at in reversed(range(len(names))):
             length = self._lengths[names[at]]
