@@ -1,6 +1,7 @@
 """The models of the examples beside their PyTorch twins: whole training steps, all sides in turn.
 
-    python benchmarks/zoo.py [NAME ...] [--device opencl:0] [--no-compile] [--rounds 7] [--save FILE]
+    python benchmarks/zoo.py [NAME ...] [--device opencl:0] [--no-compile] [--cpu-time] [--rounds 7]
+        [--save FILE]
 
 A twin is the example's own file, with PyTorch in the place of Penstock: the names are the same. Both sides
 have the same sizes, batches and optimizer. PyTorch runs with as many threads as there are cores, eager and
@@ -8,6 +9,9 @@ compiled (`torch.compile`), and the faster of the two counts; a line says which.
 float32 on tensor cores (TF32), as PyTorch does in convolutions unless it is told otherwise. A ratio of time
 is PyTorch's over Penstock's, of memory Penstock's planned peak over PyTorch's measured peak, on CUDA only.
 That peak has both sides of PyTorch in it: parameters, gradients and moments of the eager model, too.
+
+With `--cpu-time`, CPU seconds of all threads are compared instead of time, for machines that others use, too.
+PyTorch then has one thread, because several spin while they wait.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import gc
 import importlib.util
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -241,7 +246,8 @@ def line(name: str, options: argparse.Namespace, device: ps.Device, report: Repo
         held = int(torch.cuda.memory_reserved()) if cuda else 0
         sides |= peers(case, arrays, "cuda" if cuda else "cpu", not options.no_compile)
         peak = torch_peak(sides.get("compiled", sides["eager"])) - held if cuda else 0
-    best = best_of(sides, rounds=options.rounds)
+    clock = time.process_time if options.cpu_time else time.perf_counter
+    best = best_of(sides, rounds=options.rounds, clock=clock)
     times = ", ".join(f"{side} {seconds * 1e3:.2f} ms" for side, seconds in best.items())
     memory = f"{planned / MIB:.0f} MiB planned"
     theirs = {side: seconds for side, seconds in best.items() if side != "penstock"}
@@ -262,6 +268,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CASES))
     parser.add_argument("--device", default="opencl")
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile")
+    parser.add_argument("--cpu-time", action="store_true", help="compare CPU seconds of all threads")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--save", type=Path, help="write the table as JSON, with the commit and the device")
     options = parser.parse_args()
@@ -271,6 +278,8 @@ def main() -> None:
     os.environ.setdefault("PENSTOCK_TF32", "1")
     if torch is not None:
         torch.set_float32_matmul_precision("high")
+        if options.cpu_time:
+            torch.set_num_threads(1)
     device = ps.use(options.device)
     versions = {"numpy": np.__version__, "torch": torch.__version__ if torch else "not installed"}
     print(f"{device.name}: {device.capabilities.description}; {versions}\n")
@@ -280,7 +289,10 @@ def main() -> None:
         if name in options.names or (not options.names and (cuda or not case.half)):
             line(name, options, device, report)
     if options.save:
-        report.save(options.save, "zoo", device, versions)
+        given = (
+            f" --device {device.name}{' --cpu-time' if options.cpu_time else ''} --rounds {options.rounds}"
+        )
+        report.save(options.save, "zoo", device, versions, given)
 
 
 if __name__ == "__main__":

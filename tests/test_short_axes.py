@@ -22,7 +22,7 @@ from penstock.graph.convolution_reference import Geometry, convolution_reference
 from penstock.graph.node import Kind, Node, topological
 from penstock.kernels.cache import whole_text
 from penstock.kernels.lower import fusible, write
-from penstock.nn import functional as F
+from penstock.nn import functional
 
 CPU = opencl_capabilities(NATIVE)
 RNG = np.random.default_rng(0)
@@ -110,12 +110,12 @@ def test_they_have_the_values_of_numpy(device: Device) -> None:
 def test_pooling_and_its_gradient_under_jit_and_outside(device: Device) -> None:
     array = values(64, 8, 8, 8)
     x = ps.asarray(array, device=device)
-    pooled = F.max_pool2d(F.relu(x), 2)
+    pooled = functional.max_pool2d(functional.relu(x), 2)
     blocks = np.maximum(array, 0).reshape(64, 8, 4, 2, 4, 2)
     np.testing.assert_array_equal(pooled.numpy(), blocks.max((3, 5)))
 
     def loss(x: ps.Tensor) -> ps.Tensor:
-        return ps.sum(F.max_pool2d(x, 2) ** 2)
+        return ps.sum(functional.max_pool2d(x, 2) ** 2)
 
     gradient = ps.grad(loss)(x).numpy()
     windows = array.reshape(64, 8, 4, 2, 4, 2)
@@ -135,11 +135,11 @@ def test_windows_are_read_in_place(
     geometry = Geometry((stride, stride), ((1, 1), (1, 1)), (1, 1), 1)
     expected = convolution_reference(x.astype(np.float64), weight.astype(np.float64), geometry)
     given_x, given_weight = (ps.asarray(array, device=device) for array in (x, weight))
-    ours = F.conv2d(given_x, given_weight, stride=stride, padding=1)
+    ours = functional.conv2d(given_x, given_weight, stride=stride, padding=1)
     np.testing.assert_allclose(ours.numpy(), expected, rtol=1e-4, atol=1e-3)
 
     def loss(x: ps.Tensor) -> ps.Tensor:
-        return ps.sum(F.conv2d(x, given_weight, stride=stride, padding=1) * seen)
+        return ps.sum(functional.conv2d(x, given_weight, stride=stride, padding=1) * seen)
 
     seen = ps.asarray(values(*expected.shape), device=device)
     gradient = ps.grad(loss)(given_x).numpy()

@@ -113,7 +113,7 @@ def _padded_once(node: Node, before: Node) -> Node:
 
 
 def _reshaped_first(node: Node, before: Node) -> Node | None:
-    """A padding whose axes of length 1 are dropped or added: first that, so that it may merge with another."""
+    """A padding whose axes of length 1 are dropped or added: that first, so that it may merge with others."""
     source, slices = before.inputs[0], before.attributes["slices"]
     long = [axis for axis, length in enumerate(before.shape) if length > 1]
     lengths = [length for length in node.shape if length > 1]

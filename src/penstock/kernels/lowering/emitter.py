@@ -425,7 +425,7 @@ class Emitter:
         quotient = Index(tuple((name, n // step) for name, n in index.terms if n % step == 0), whole)
         remainder = Index(tuple((name, n) for name, n in index.terms if n % step), part)
         low, high = self.variables.bounds(remainder)
-        return (quotient, remainder) if 0 <= low and high < step else None
+        return (quotient, remainder) if low >= 0 and high < step else None
 
     def _on_step(self, index: Index, step: int) -> tuple[ir.Expr, Index]:
         """Whether an index is a multiple of a step, and the quotient."""

@@ -178,7 +178,7 @@ class LoopNest:
         return result
 
     def together(self, names: Sequence[str]) -> list[str]:
-        """The last variables whose items together fill vectors; none if no number of them does."""
+        """The last variables whose items together fill vectors: as few as possible; none if they cannot."""
         inner = 1
         for at in reversed(range(len(names))):
             length = self._lengths[names[at]]

@@ -239,12 +239,10 @@ class _Side:
 
     def windows(self, first: Expr, at_step: Callable[[Expr], Expr]) -> _Windows:
         """A panel that is read in place, by its first line."""
-        k, matrix = self.k, self.matrix
-        begins = [matrix.base + offset(first + lane, self.stride) for lane in range(0, self.lines, LANES)]
-        return _Windows(
-            tuple(k.pointer(f"right{i}_lines", matrix.memory, begin) for i, begin in enumerate(begins)),
-            at_step,
-        )
+        k, matrix, lanes = self.k, self.matrix, range(0, self.lines, LANES)
+        begins = [matrix.base + offset(first + lane, self.stride) for lane in lanes]
+        lines = [k.pointer(f"right{i}_lines", matrix.memory, begin) for i, begin in enumerate(begins)]
+        return _Windows(tuple(lines), at_step)
 
     def panel(self, block: _DepthBlock, number: Expr, first: Expr) -> _Panel:
         """A panel by its first line, or by its index among the packed panels."""
