@@ -98,7 +98,7 @@ def _cast_reference(x: Array, dtype: DType) -> Array:
     """NumPy's, but that numbers out of range become the nearest integer, and NaN 0, on every machine."""
     if dtype.kind not in "iu" or x.dtype.kind != "f":
         return x.astype(dtype)
-    limits = np.iinfo(dtype.numpy)
+    limits = np.iinfo(np.dtype(dtype))
     low, top = float(limits.min), float(limits.max + 1)  # powers of 2, or 0: exact in every dtype
     result = np.where((x > low) & (x < top), x, 0).astype(dtype)
     result[x <= low] = limits.min

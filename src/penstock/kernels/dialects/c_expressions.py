@@ -204,9 +204,14 @@ def _to_integer(result: ir.Type, of: ir.Type, value: str) -> str:
     inside = f"(({value} > {low}) & ({value} < {top}))"
     if result.width == 1:
         return f"({above} ? ({name}){most} : {below} ? ({name}){least} : {inside} ? ({name})({value}) : 0)"
-    if np.dtype(result.dtype).itemsize == 8:
+    size, zero = np.dtype(result.dtype).itemsize, f"({c_type(of)})(0)"
+    if size < 4:  # a floating-point number may be any of its integers
+        ends = [f"({c_type(of)})({float(limit)!r}{suffix})" for limit in (limits.max, limits.min)]
+        bounded = f"({above} ? {ends[0]} : {below} ? {ends[1]} : {inside} ? {value} : {zero})"
+        return f"__builtin_convertvector({bounded}, {name})"
+    if size == 8:
         below, above = (f"__builtin_convertvector({mask}, long{result.width})" for mask in (below, above))
-    whole = f"__builtin_convertvector(({inside} ? {value} : ({c_type(of)})(0)), {name})"
+    whole = f"__builtin_convertvector(({inside} ? {value} : {zero}), {name})"
     return f"({above} ? {most} : {below} ? {least} : {whole})"
 
 

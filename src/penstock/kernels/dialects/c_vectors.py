@@ -59,6 +59,11 @@ class VectorPrinter(CPrinter):
         if isinstance(expr, ir.Shuffle):
             lanes = ", ".join(map(str, expr.lanes))
             return f"__builtin_shufflevector({self.expr(expr.left)}, {self.expr(expr.right)}, {lanes})"
+        if isinstance(expr, ir.Select) and expr.condition.type.width > 1:
+            parts = [self.expr(part) for part in (expr.condition, expr.yes, expr.no)]
+            text = self.expression("where", expr.type, expr.type, parts)
+            assert text is not None
+            return text
         return super().value(expr, lane)
 
     def broadcast(self, expr: ir.Broadcast) -> str:
