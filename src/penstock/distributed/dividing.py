@@ -83,10 +83,6 @@ class DividedParameters:
             self._known = None
             self._divide()
 
-    def restore(self) -> None:
-        """Give the parameters their values back; this is of no more use."""
-        self._publish(self._sharded.whole_values(), self._device)
-
     def _changed(self) -> dict[int, npt.NDArray[Any]]:
         """Values that parameters were given since they were gathered."""
         known = self._known or {}
