@@ -131,6 +131,29 @@ def test_few_rows_are_there_at_once() -> None:
     assert on_ranks(2, own) == [(2, 2 * LAYERS - 1)] * 2
 
 
+def test_gradients_that_are_kept_gather_again() -> None:
+    def own(zero: int) -> Any:
+        def kept(device: Device) -> Any:
+            run = Deep(device, zero=zero)
+
+            @ps.jit
+            def accumulate(x: ps.Tensor) -> ps.Tensor:
+                loss = (run.outputs(x) ** 2).mean()
+                run.optimizer.backward(loss)
+                return loss
+
+            accumulate(run.batch())
+            accumulate(run.batch())
+            (_, schedule) = schedules(accumulate)
+            names = [step.group.nodes[0].primitive.collective for step in schedule.groups]
+            return names.count("fetch"), [weight.grad.numpy().tobytes() for weight in run.weights]
+
+        return kept
+
+    (_, expected), _ = on_ranks(2, own(0))
+    assert on_ranks(2, own(3)) == [(2 * LAYERS - 1, expected)] * 2
+
+
 def test_fetches_come_in_time() -> None:
     # 0, 2, 4 fetch, 1, 3, 5 wait for them, and 6, 7, 8 use the results one after the other.
     steps = [

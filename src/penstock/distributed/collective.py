@@ -23,6 +23,9 @@ class Chain:
         self.group = group
         self._last: Node | None = None  # the token of the last
 
+    def after_capture(self) -> None:
+        """See `Capture.part`."""
+
     def before_replay(self) -> None:
         """See `Capture.part`."""
 

@@ -155,10 +155,9 @@ class DataParallel(Optimizer):
         """With zero="auto", take a stage for a jitted step with these arguments; in words, what it was.
 
         It is the least stage whose plan keeps to the memory budget on every rank without recomputing
-        anything; or else 3, or 2 if only that fits when values are recomputed. The budget is `memory`, if it
-        comes into force only after this, or else that of the device. Without a budget, alone, or for an
-        optimizer whose state cannot be divided, the stage is 0. Later calls change nothing, and return an
-        empty text.
+        anything, or else 3. The budget is `memory`, if it comes into force only after this, or else that of
+        the device. Without a budget, alone, or for an optimizer whose state cannot be divided, the stage is
+        0. Later calls change nothing, and return an empty text.
         """
         if not self._chooses:
             return ""
@@ -167,7 +166,6 @@ class DataParallel(Optimizer):
         if limit is None or self._group.size == 1 or why_not_sharded(self.optimizer):
             return ""
         needs: list[str] = []
-        least = [0, 0]  # with all recomputed that can be, in the last two stages
         for stage in range(4):
             if stage == 1:
                 state = self.optimizer.state_dict()  # perhaps of a checkpoint
@@ -175,18 +173,12 @@ class DataParallel(Optimizer):
                 self.load_state_dict(state)
             elif stage:
                 self._enter(stage)
-            planned, waiting = plan(step, *args), self._waiting_bytes()
-            own = np.array([planned.unlimited_bytes, planned.smallest_bytes]) + waiting
-            table = self._group.run("all_gather", own).reshape(-1, 2)
-            needed, least = int(table[:, 0].max()), [least[1], int(table[:, 1].max())]
+            own = plan(step, *args).unlimited_bytes + self._waiting_bytes()
+            needed = int(self._group.run("all_gather", np.array([own])).max())
             needs.append(f"zero={stage} takes {format_bytes(needed)}")
             if needed <= limit:
                 break
         how = "" if needed <= limit else ", where some values are recomputed"
-        if least[0] <= limit < least[1]:
-            assert self._divided is not None
-            self._divided.restore()
-            self._divided, self.zero = None, 2
         return f"zero={self.zero} for {format_bytes(limit)}{how}: {', '.join(needs)}"
 
     def _waiting_bytes(self) -> int:

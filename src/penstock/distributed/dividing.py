@@ -34,9 +34,15 @@ _WHY = (
 class _Inside:
     """What a captured function has gathered so far: the values of rows, and the losses of backward passes."""
 
-    def __init__(self) -> None:
+    def __init__(self, owner: DividedParameters) -> None:
+        self._owner = owner
         self.values: dict[int, dict[int, Tensor]] = {}  # by row, and by parameter
         self.losses: list[Node] = []
+
+    def after_capture(self) -> None:
+        """Without a step after it, the backward pass gathers parameters for gradients that are kept."""
+        if self.losses:
+            self._owner.keep_gradients()
 
     def before_replay(self) -> None:
         """See `Capture.part`."""
@@ -76,10 +82,6 @@ class DividedParameters:
         finally:
             self._known = None
             self._divide()
-
-    def restore(self) -> None:
-        """Give the parameters their values back; this is of no more use."""
-        self._publish(self._sharded.whole_values(), self._device)
 
     def _changed(self) -> dict[int, npt.NDArray[Any]]:
         """Values that parameters were given since they were gathered."""
@@ -125,7 +127,7 @@ class DividedParameters:
     def _inside(self) -> _Inside:
         capturing = capture.get()
         assert capturing is not None, "values are made inside jitted functions"
-        inside: _Inside = capturing.part((DividedParameters, id(self)), _Inside)
+        inside: _Inside = capturing.part((DividedParameters, id(self)), lambda: _Inside(self))
         return inside
 
     def note(self, loss: Node) -> None:
@@ -143,20 +145,35 @@ class DividedParameters:
         What the backward pass needs of parameters is gathered again for it, in turns with the sums.
         """
         rows = self._sharded.rows
-        nodes = {at: grad._node for at, grad in grads.items()}
-        made = {self._parameters[at]._node: at for at in grads}
-        backward = Backward(self._inside().losses, made, self._row_of if links.group.exchanges else {})
-        order = sorted(
-            range(len(rows)), key=lambda number: max(nodes[at].depth for at in rows[number].positions)
-        )
-        needs = [backward.needs([nodes[at] for at in rows[number].positions]) for number in order]
         results: dict[int, Tensor] = {}
-        for turn, number in enumerate(order):
-            for needed in needs[turn : turn + 2]:  # of this sum, and of the next
-                self._fetch_again(needed, backward, links)
-            own = {at: Tensor(backward.on(nodes[at]), self._device) for at in rows[number].positions}
+        for number, own in self._again(grads, links):
             (results[number],) = links.apply_all(operation, [rows[number].packed(own)])
         return [results[number] for number in range(len(rows))]
+
+    def keep_gradients(self) -> None:
+        """Have gradients that outlast the captured function read parameters that are gathered for them."""
+        with no_grad():
+            used = [at for at, number in self._row_of.items() if number in self._inside().values]
+            grads = {at: grad for at in used if (grad := self._parameters[at].grad) is not None}
+            for _, own in self._again(grads, chain()):
+                for at, grad in own.items():
+                    self._parameters[at].grad = grad
+
+    def _again(self, grads: Mapping[int, Tensor], links: Chain) -> Iterator[tuple[int, dict[int, Tensor]]]:
+        """Gradients by row, in the order of the backward pass, from parameters that are gathered again."""
+        nodes = {at: grad._node for at, grad in grads.items()}
+        made = {self._parameters[at]._node: at for at in grads}
+        losses = self._inside().losses  # none, if the backward pass was not that of the optimizer
+        backward = Backward(losses, made, self._row_of if links.group.exchanges and losses else {})
+        members: dict[int, list[int]] = {}
+        for at in grads:
+            members.setdefault(self._row_of[at], []).append(at)
+        order = sorted(members, key=lambda number: max(nodes[at].depth for at in members[number]))
+        needs = [backward.needs([nodes[at] for at in members[number]]) for number in order]
+        for turn, number in enumerate(order):
+            for needed in needs[turn : turn + 2]:  # of these, and of the next
+                self._fetch_again(needed, backward, links)
+            yield number, {at: Tensor(backward.on(nodes[at]), self._device) for at in members[number]}
 
     def _fetch_again(self, needed: Collection[int], backward: Backward, links: Chain) -> None:
         for number in needed:

@@ -40,7 +40,10 @@ class Capture(Protocol):
         """Note a fact that the capture depends on: a replay is allowed only while it has the same value."""
 
     def part(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """The object that `make` returns, once for each key; every replay calls its `before_replay`."""
+        """The object that `make` returns, once for each key.
+
+        Its `after_capture` is called when the function has returned, and its `before_replay` by every replay.
+        """
 
     def refuse_value(self, node: Node) -> None:
         """Raise CaptureError if a value that is read depends on inputs of the function."""

@@ -186,6 +186,8 @@ class _Jitted:
         inside_args, inside_kwargs = replaced(args, inside), replaced(kwargs, inside)
         with captured_by(tracing):
             result = self._function(*inside_args, **inside_kwargs)
+            for part in list(tracing.parts.values()):
+                part.after_capture()
             outputs: list[Tensor] = []
             _flattened(result, outputs)
             yield tracing, result, outputs

@@ -268,6 +268,9 @@ class _Draws:
         with outside_capture():  # the state tensor belongs to the generator
             self.before_replay()
 
+    def after_capture(self) -> None:
+        """See `Capture.part`."""
+
     def before_replay(self) -> None:
         """Advance the generator for a replay."""
         self._generator._before_replay(self._device, self.blocks)
