@@ -1,4 +1,4 @@
-"""Norms that the products after them compute: as groups, and on GPUs against NumPy."""
+"""What products compute besides: norms before them, and two products at once, on GPUs against NumPy."""
 
 from __future__ import annotations
 
@@ -11,14 +11,24 @@ import pytest
 from conftest import CUDA_KINDS, DRIVERS, examples, opencl_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_cuda_sources import Imagined
 
 import penstock as ps
 from penstock import Device
+from penstock.compiler.passes import fused
+from penstock.drivers.cuda import compile_text
 from penstock.drivers.driver import Driver
 from penstock.execution import realize
 from penstock.execution.realize import executables
 from penstock.execution.structure import Structure
+from penstock.fusion.column_reductions import column_units
 from penstock.fusion.groups import Group
+from penstock.graph import elementwise
+from penstock.graph.dtypes import bfloat16
+from penstock.graph.node import placeholder
+from penstock.graph.quantization import packed_matmul
+from penstock.kernels.cache import whole_text
+from penstock.kernels.lower import write
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
 
 
@@ -121,3 +131,32 @@ def test_what_is_wanted_itself_is_stored(device: Device) -> None:
     assert len(groups(device, near, result)) == 2
     # What few rows read is computed before them.
     assert len(groups(device, norm(x, scale, False) @ weight[:8].T)) == 2
+
+
+@pytest.mark.parametrize(("rows", "bits"), [(1, 4), (5, 8), (11, 4)])
+def test_a_packed_product_gates_another(device: Device, rows: int, bits: int) -> None:
+    x, *weights = given_to(device, (rows, 96), (80, 96), (80, 96))
+    packed = [[part.realize() for part in F.quantized(weight, bits, 32)] for weight in weights]
+    gate, up = (F.quantized_linear(x, *parts, bits) for parts in packed)
+    result = F.silu(gate) * up
+    assert [group.kind for group in groups(device, result)] == ["matmul"]
+    first, second = (exact(x)[0] @ exact(F.dequantized(*parts, bits, 96))[0].T for parts in packed)
+    expected = first / (1 + np.exp(-first)) * second
+    np.testing.assert_allclose(exact(result)[0], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+def test_nvrtc_takes_a_pair_of_products(rows: int) -> None:
+    can = replace(Imagined(tensor_cores=True).capabilities, max_group_size=1024)
+    x = placeholder((rows, 256), bfloat16)
+    gate, up = (
+        packed_matmul(x, placeholder((96, 32), np.dtype(np.uint32)), placeholder((96, 8), bfloat16))
+        for _ in range(2)
+    )
+    (group,) = fused([elementwise.multiply(elementwise.exp(gate), up)], can, column_units(can))
+    lowering = write(group, can, "x")
+    assert lowering is not None
+    (launch,) = lowering.launches
+    text = whole_text([launch.source], "cuda")
+    assert text.count("PREFETCH(in") == 1
+    assert compile_text(text, "sm_90").startswith(b"\x7fELF")

@@ -72,11 +72,14 @@ class Clustering:
         wanted: Sequence[Node],
         fusible: Callable[[Node], bool],
         by_library: Callable[[Node], bool],
+        pairs: bool = False,
     ) -> None:
+        """`pairs`: two products of the same rows with packed matrices may be in a kernel."""
         self._order = order
         self._number = {node: number for number, node in enumerate(order)}
         self._fusible = fusible
         self._by_library = by_library
+        self._pairs = pairs
         self._consumers: dict[Node, list[Node]] = {node: [] for node in order}
         self.cluster: dict[Node, Cluster] = {}
         # The latest cluster of columns in each space, and what it reads.
@@ -192,7 +195,7 @@ class Clustering:
                 for other, reduced in candidates.items():
                     if (
                         reduced == candidates[cluster]
-                        and mergeable(cluster, other)
+                        and (mergeable(cluster, other) or (self._pairs and pairable(cluster, other)))
                         and self._may_join(node, other, reduced)
                     ):
                         self._merge(cluster, other)
@@ -395,10 +398,33 @@ def mergeable(cluster: Cluster, other: Cluster) -> bool:
         and other.kind.has_rows
         and cluster.size == other.size
         and len({cluster.columns, other.columns} - {0}) <= 1
-        and len(cluster.nodes) + len(other.nodes) <= MAX_NODES
+        and _independent(cluster, other)
+    )
+
+
+def _independent(cluster: Cluster, other: Cluster) -> bool:
+    """Whether neither needs the other, and they are not too large together."""
+    return (
+        len(cluster.nodes) + len(other.nodes) <= MAX_NODES
         and not reaches(cluster, other)
         and not reaches(other, cluster)
     )
+
+
+def pairable(cluster: Cluster, other: Cluster) -> bool:
+    """Whether each multiplies the same rows with a packed matrix of one shape; neither needs the other."""
+    if other is cluster:
+        return False
+    products = [
+        [node for node in each.nodes if node.primitive.kind is Kind.CONTRACTION] for each in (cluster, other)
+    ]
+    if [len(own) for own in products] != [1, 1]:
+        return False
+    (left,), (right,) = products
+    shapes = [[operand.shape for operand in product.inputs] for product in (left, right)]
+    packed = left.primitive.reads_packed and right.primitive.reads_packed
+    same = packed and base(left.inputs[0]) is base(right.inputs[0]) and shapes[0] == shapes[1]
+    return same and _independent(cluster, other)
 
 
 def in_order(clusters: Iterable[Cluster]) -> list[Cluster]:

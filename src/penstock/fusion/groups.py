@@ -74,7 +74,7 @@ def partition(
     A wanted reshape is in no group: its value is that of its `base`.
     """
     order = [node for node in topological(wanted) if node.value is None]
-    clustering = Clustering(order, wanted, fusible, by_library)
+    clustering = Clustering(order, wanted, fusible, by_library, pairs=column_units > 0)
     if column_units:
         fuse_column_reductions(clustering, column_units)
     storing = Storing(clustering, prologues=column_units > 0)

@@ -123,9 +123,12 @@ class KernelBuilder:
     def shared(self, name: str, dtype: str, length: int, atomic: bool = False, width: int = 1) -> Memory:
         """Local memory; `atomic` where `atomic_add` changes it.
 
-        `width`: its alignment in items. In WGSL these are a vector, which is read and written whole.
+        `width`: its alignment in items. In WGSL these are a vector, which is read and written whole. The same
+        array may be asked for again.
         """
-        self._kernel.arrays.append(ir.LocalArray(name, dtype, length, atomic, width))
+        array = ir.LocalArray(name, dtype, length, atomic, width)
+        if array not in self._kernel.arrays:
+            self._kernel.arrays.append(array)
         return Memory(name, dtype)
 
     def registers(self, name: str, dtype: str, length: int) -> Memory:
@@ -141,9 +144,9 @@ class KernelBuilder:
     def prefetch(self, memory: Memory, index: ir.Operand, nbytes: int, threads: int) -> None:
         """Have bytes from an item on in the device's cache, where the language has such a statement.
 
-        It comes first in a kernel; all threads of a workgroup take part.
+        All threads of a workgroup take part. What does not come first in a kernel is left out.
         """
-        if self._dialect.prefetches:
+        if self._dialect.prefetches and not any(self._bodies):
             self._add(ir.Prefetch((memory.name,), ir.integer(index), nbytes, ir.THREAD, threads))
 
     def comes_last(self, name: str, counters: Memory, index: ir.Operand, count: int) -> ir.Var:

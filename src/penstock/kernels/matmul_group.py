@@ -11,15 +11,15 @@ from penstock.fusion.views import Digits, base, digits_index, matrix_variables
 from penstock.graph.node import Node
 from penstock.graph.quantization import bits_of, on_tensor_cores
 from penstock.kernels import ir
-from penstock.kernels.builder import KernelBuilder
+from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.lowering.emitter import Emitter, LanesImpossible, Value
 from penstock.kernels.lowering.loop_nest import overwritable
 from penstock.kernels.templates.launches import Lowering, one_launch
-from penstock.kernels.templates.matmul import BATCH, Matrix, Problem, offset
+from penstock.kernels.templates.matmul import BATCH, Epilogue, Matrix, Problem, offset
 from penstock.kernels.templates.matmul_cpu import cpu_matmul
 from penstock.kernels.templates.matmul_gpu import gpu_matmul, gpu_width
 from penstock.kernels.templates.matmul_tiling import LANES
-from penstock.kernels.templates.packed_matmul import PackedProblem, cpu_packed, gpu_packed
+from penstock.kernels.templates.packed_matmul import PACKED_FEATURES, PackedProblem, cpu_packed, gpu_packed
 from penstock.kernels.templates.packed_tiles import tensor_packed
 
 
@@ -55,15 +55,39 @@ def packed_group(group: Group, product: Node, capabilities: Capabilities, name: 
     epilogue = _Epilogue(group, product, vectors)
     kernel = epilogue.kernel
     k = KernelBuilder(name, capabilities, kernel.outputs, kernel.inputs, kernel.scalars)
-    (rows, inner), words, scales = product.inputs[0].shape, product.inputs[1].shape, product.inputs[2].shape
-    places = [group.inputs.index(base(operand)) for operand in product.inputs]
-    left, packed, factors = (k.inputs[place] for place in places)
-    bits, size = bits_of(inner, words), inner // scales[1]
-    problem = PackedProblem(left, packed, factors, rows, words[0], inner, bits, size)
     build = cpu_packed if vectors else tensor_packed if on_tensor_cores(product, capabilities) else gpu_packed
-    source = build(k, problem, capabilities, epilogue.statements)
+    first = [node for node in group.nodes if node.primitive.reads_packed and node is not product]
+    for number, other in enumerate(first):  # whose results stay in local memory
+        results = k.shared(f"results{number}", "float32", product.shape[0] * PACKED_FEATURES)
+        with k.when(ir.TRUE):
+            build(k, _packed_problem(k, group, other), capabilities, _kept_in(k, results))
+        k.barrier()
+        epilogue.known[other] = results
+    source = build(k, _packed_problem(k, group, product), capabilities, epilogue.statements)
     over = overwritable(group, epilogue.loads, epilogue.stores)
+    places = {group.inputs.index(base(operand)) for node in (product, *first) for operand in node.inputs}
     return one_launch(source, tuple(tuple(at for at in inputs if at not in places) for inputs in over))
+
+
+def _packed_problem(k: KernelBuilder, group: Group, product: Node) -> PackedProblem:
+    (rows, inner), words, scales = (operand.shape for operand in product.inputs)
+    left, packed, factors = (k.inputs[group.inputs.index(base(operand))] for operand in product.inputs)
+    return PackedProblem(
+        left, packed, factors, rows, words[0], inner, bits_of(inner, words), inner // scales[1]
+    )
+
+
+def _kept_in(k: KernelBuilder, results: Memory) -> Epilogue:
+    """Keeps the items of a product in local memory, where `_place_in` finds them."""
+
+    def keep(row: ir.Expr, column: ir.Expr, product: ir.Var) -> list[ir.Statement]:
+        return [ir.Store(product, results.name, results.dtype, _place_in(row, column))]
+
+    return keep
+
+
+def _place_in(row: ir.Expr, column: ir.Expr) -> ir.Expr:
+    return row * PACKED_FEATURES + column % PACKED_FEATURES
 
 
 def _matrix(k: KernelBuilder, group: Group, operand: Node, product: Node) -> tuple[Node, Matrix]:
@@ -93,6 +117,7 @@ class _Epilogue:
         self._product = product
         self._vectors = vectors
         self.kernel: ir.KernelIR = Emitter(group, Variables({})).kernel
+        self.known: dict[Node, Memory] = {}  # other products, whose items are in local memory
         self.loads: dict[int, set[tuple[int, Index]]] = {}
         self.stores: dict[int, tuple[int, Index]] = {}
 
@@ -114,6 +139,11 @@ class _Epilogue:
         emitter.lanes, emitter.lane_steps = width, {"j": 1} if width > 1 else {}
         emitter.given[self._product] = Value(product, 1)
         counts: list[ir.Statement] = [ir.Let("i", row), ir.Let("j", column)]
+        for at, (other, results) in enumerate(self.known.items()):
+            place = _place_in(ir.Var("i"), ir.Var("j"))
+            read = ir.Load(results.type, results.name, results.dtype, place)
+            counts.append(ir.Let(f"other{at}", read))
+            emitter.given[other] = Value(ir.Var(f"other{at}", results.type), 1)
         for axis, length in enumerate(shape[:-2]):
             counts.append(ir.Let(f"b{axis}", BATCH // math.prod(shape[axis + 1 : -2]) % length))
         coords = tuple(map(variable, names))

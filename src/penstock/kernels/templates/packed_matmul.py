@@ -34,6 +34,10 @@ _WARP = 32
 _FRACTION = 23  # bits
 _OFFSET = 1.5  # what stands for 0
 
+PACKED_FEATURES = (
+    32  # of a workgroup at most, of all kinds of kernels; theirs begin at a multiple of their number
+)
+
 # Of a CPU.
 _CPU_SUMS = 8  # vectors that are added to at a time
 
