@@ -106,6 +106,25 @@ def _opencl() -> Any:
     return DRIVERS["opencl-device"]()
 
 
+def test_temporaries_of_a_prompt_do_not_grow_with_what_is_before_it() -> None:
+    device = ps.Device.over(_opencl())
+    model = built(device, max_position_embeddings=32768)
+    decoder = Decoder(model, 1, 2048)
+    decoder.begin()
+    taken = {}
+    for length, pages in ((256, 512), (256, 2048), (512, 512), (512, 2048)):
+        bucket = Bucket(1, length, pages, False, Needs())
+        arrays = [ps.zeros(array.shape, dtype=ps.int32, device=device) for array in decoder._arrays(bucket)]
+        numbers = ps.zeros((5, 1), device=device), ps.zeros((1, 2), dtype=ps.uint32, device=device)
+        with ps.no_grad():
+            plan = decoder._program(bucket).memory_plan(*arrays, *numbers)
+        taken[length, pages] = plan.budgets[0].arena_bytes
+    assert taken[256, 512] == taken[256, 2048], "a table of pages is an input"
+    assert taken[512, 512] == taken[512, 2048] <= 2.1 * taken[256, 512]
+    assert taken[512, 2048] < 512 * 32768, "bytes, fewer than scores"
+    device.close()
+
+
 def test_health_says_starting_until_programs_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     covered = threading.Semaphore(0)
     monkeypatch.setattr(Decoder, "cover", lambda self, chosen: covered.acquire())
