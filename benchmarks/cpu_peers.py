@@ -1,7 +1,8 @@
 """Generation by transformers and llama.cpp with the weights of ours, for `generate.py --peers`.
 
-All sides run in turn on all cores, with a prompt and then greedy tokens, one sequence at a time. Each is
-given by its best round: on a busy machine, the others measure the machine.
+All sides run in turn on the cores of the process, with a prompt and then greedy tokens, one sequence at a
+time. Each is given by its best round, and by its seconds of processors. On a busy machine both measure the
+machine, as threads of peers spin while they wait for each other: `taskset -c 0` leaves a single thread.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ torch, transformers, llama_cpp, gguf = map(installed, ("torch", "transformers", 
 Tokens = Callable[[list[int], int], Iterator[int]]  # of a prompt, and how many
 
 
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
 def ours(model: LanguageModel) -> Tokens:
     def tokens(ids: list[int], count: int) -> Iterator[int]:
         return (piece.id for piece in model.stream([ids], count, temperature=0, stop_tokens=()))
@@ -31,7 +36,7 @@ def ours(model: LanguageModel) -> Tokens:
 
 
 def of_transformers(folder: Path) -> Tokens:
-    torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_num_threads(_cores())
     network = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     def tokens(ids: list[int], count: int) -> Iterator[int]:
@@ -46,7 +51,7 @@ def of_transformers(folder: Path) -> Tokens:
 
 
 def of_llama_cpp(path: Path, context: int) -> Tokens:
-    cores = os.cpu_count() or 1
+    cores = _cores()
     network = llama_cpp.Llama(
         str(path), n_ctx=context, n_batch=512, n_threads=cores, n_threads_batch=cores, verbose=False
     )
@@ -144,9 +149,10 @@ def compare(model: LanguageModel, prompt: int, count: int, rounds: int, report: 
                 ),
                 count,
             )
+            busy = seconds[at + 2], seconds[at + 2] / best["penstock"][at + 2]
             detail = (
-                f"{seconds[at] * 1e3:.1f} ms, median {middle[name][at] * 1e3:.1f}, processors "
-                f"{seconds[at + 2] * 1e3:.1f}; {same} of {count} tokens are ours"
+                f"{seconds[at] * 1e3:.1f} ms, median {middle[name][at] * 1e3:.1f}; processors "
+                f"{busy[0] * 1e3:.1f} ms, {busy[1]:.2f}x; {same} of {count} tokens are ours; {_cores()} cores"
             )
             ratio = seconds[at] / best["penstock"][at]
             goal = "" if name == "penstock" else ">= 1"

@@ -21,8 +21,6 @@ from penstock.errors import DeviceError, EngineClosed, QueueFull
 from penstock.models import Engine, LanguageModel, Piece, Request, Sampling, scheduling
 from penstock.models.decoders import PAGE, Decoder, page_bytes
 from penstock.models.paging import Pages
-from penstock.models.programs import Bucket
-from penstock.models.sampling import Needs
 from penstock.models.sequences import TokenSequence, Wanted
 
 SIZES = {**cases.LLAMA, "vocab_size": 40, "num_hidden_layers": 1, "max_position_embeddings": 96}
@@ -280,25 +278,6 @@ def test_only_the_pages_of_a_sequence_are_read(
         steps = str(programs[bucket]).splitlines()
         assert sum("[paged_attention]" in step for step in steps) == len(compiled.cache_shapes)
         assert not any("matmul" in step and "gather" in step for step in steps)
-
-
-def test_temporaries_of_a_prompt_do_not_grow_with_what_is_before_it() -> None:
-    device = ps.Device.over(DRIVERS["opencl-device"]())
-    model = built(device, max_position_embeddings=32768)
-    decoder = Decoder(model, 1, 2048)
-    decoder.begin()
-    taken = {}
-    for length, pages in ((256, 512), (256, 2048), (512, 512), (512, 2048)):
-        bucket = Bucket(1, length, pages, False, Needs())
-        arrays = [ps.zeros(array.shape, dtype=ps.int32, device=device) for array in decoder._arrays(bucket)]
-        numbers = ps.zeros((5, 1), device=device), ps.zeros((1, 2), dtype=ps.uint32, device=device)
-        with ps.no_grad():
-            plan = decoder._program(bucket).memory_plan(*arrays, *numbers)
-        taken[length, pages] = plan.budgets[0].arena_bytes
-    assert taken[256, 512] == taken[256, 2048], "a table of pages is an input"
-    assert taken[512, 512] == taken[512, 2048] <= 2.1 * taken[256, 512]
-    assert taken[512, 2048] < 512 * 32768, "bytes, fewer than scores"
-    device.close()
 
 
 # Interface

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from itertools import product
@@ -18,7 +19,7 @@ from penstock.models import Engine, TextTokenizer
 from penstock.models.decoders import Decoder
 from penstock.models.programs import Bucket, Programs, bucket, covering
 from penstock.models.sampling import Needs
-from penstock.serving import Service, Settings
+from penstock.serving import Service, Settings, generation
 from penstock.serving.app import application
 
 EVERYTHING = Needs(*[True] * len(Needs._fields))
@@ -106,6 +107,25 @@ def _opencl() -> Any:
     return DRIVERS["opencl-device"]()
 
 
+def test_temporaries_of_a_prompt_do_not_grow_with_what_is_before_it() -> None:
+    device = ps.Device.over(_opencl())
+    model = built(device, max_position_embeddings=32768)
+    decoder = Decoder(model, 1, 2048)
+    decoder.begin()
+    taken = {}
+    for length, pages in ((256, 512), (256, 2048), (512, 512), (512, 2048)):
+        bucket = Bucket(1, length, pages, False, Needs())
+        arrays = [ps.zeros(array.shape, dtype=ps.int32, device=device) for array in decoder._arrays(bucket)]
+        numbers = ps.zeros((5, 1), device=device), ps.zeros((1, 2), dtype=ps.uint32, device=device)
+        with ps.no_grad():
+            plan = decoder._program(bucket).memory_plan(*arrays, *numbers)
+        taken[length, pages] = plan.budgets[0].arena_bytes
+    assert taken[256, 512] == taken[256, 2048], "a table of pages is an input"
+    assert taken[512, 512] == taken[512, 2048] <= 2.1 * taken[256, 512]
+    assert taken[512, 2048] < 512 * 32768, "bytes, fewer than scores"
+    device.close()
+
+
 def test_health_says_starting_until_programs_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     covered = threading.Semaphore(0)
     monkeypatch.setattr(Decoder, "cover", lambda self, chosen: covered.acquire())
@@ -123,3 +143,27 @@ def test_health_says_starting_until_programs_are_there(monkeypatch: pytest.Monke
         while client.get("/health").status_code != 200:
             assert engine.failure is None
     device.close()
+
+
+def test_a_quiet_stream_says_that_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "_QUIET_SECONDS", 0.02)
+    first, step = threading.Event(), Decoder.tokens
+
+    def slow(self: Decoder, sequences: Any) -> Any:
+        first.wait(0.2)  # by no one: a step that takes its time
+        return step(self, sequences)
+
+    monkeypatch.setattr(Decoder, "tokens", slow)
+    model = built("host", vocab_size=258)
+    model.tokenizer = TextTokenizer(byte_level())
+    asked = {"prompt": "a", "max_tokens": 3, "temperature": 0}
+    with (
+        Engine(model, slots=2) as engine,
+        TestClient(application(Service(engine, model, Settings("tiny", local=False)))) as client,
+    ):
+        lines = client.post("/v1/completions", json={**asked, "stream": True}).text.split("\n\n")
+        assert ": waiting" in lines
+        events = [line.removeprefix("data: ") for line in lines if line.startswith("data: {")]
+        text = "".join(json.loads(event)["choices"][0]["text"] for event in events)
+        whole = client.post("/v1/completions", json=asked).json()["choices"][0]["text"]
+        assert text == whole
