@@ -319,6 +319,7 @@ OPTIMIZED = {
     "test_same_bits",
     "test_special_values",
     "test_templates",
+    "test_short_axes",
     "test_tiles",
     "test_wide_sums",
 }

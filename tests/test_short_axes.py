@@ -90,6 +90,24 @@ def test_interleaved_values(device: Device, parts: int) -> None:
     np.testing.assert_allclose(ps.sum(whole, axis=1).numpy(), expected.sum(1), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [np.float32, np.int32, np.bool_, np.float16])
+def test_concatenations_of_many_parts(device: Device, axis: int, dtype: type) -> None:
+    """Rows of inputs, of one of them twice, of computed values and of nothing."""
+    arrays = [(values(*np.insert([3, 17], axis, count)) * 9).astype(dtype) for count in (2, 1, 4, 0, 3, 5)]
+    x = [ps.asarray(array, device=device) for array in arrays]
+    joined = ps.concat([x[0], ~x[1] if dtype is np.bool_ else x[1] * 2, *x[2:], x[2], x[0]], axis=axis)
+    other = ~arrays[1] if dtype is np.bool_ else (arrays[1] * 2).astype(dtype)
+    expected = np.concatenate([arrays[0], other, *arrays[2:], arrays[2], arrays[0]], axis)
+    np.testing.assert_array_equal(joined.numpy(), expected)
+
+
+def test_a_row_of_a_concatenation_reads_one_part() -> None:
+    parts = [at(values(2, 64)) for _ in range(6)]
+    text = text_of(elementwise.negative(shaping.concat(parts, 0)))
+    assert text.count("(GLOBAL loose_float8 *)(part") == 1
+
+
 @pytest.mark.parametrize("name", ["max", "min", "sum"])
 def test_reductions_of_few_items_are_elementwise(name: str) -> None:
     reduce = {"max": reducing.max_, "min": reducing.min_, "sum": reducing.sum_}[name]

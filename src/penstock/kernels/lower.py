@@ -22,8 +22,8 @@ from penstock.graph.reference import computed
 from penstock.kernels.attention.kernels import attention_kernels
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.library.cublaslt import library_launch
-from penstock.kernels.lowering.emitter import computed_dtype
 from penstock.kernels.lowering.fused import LOOPS, lower
+from penstock.kernels.lowering.values import computed_dtype
 from penstock.kernels.matmul_group import matmul_group, packed_group
 from penstock.kernels.paged_group import paged_group
 from penstock.kernels.raw_source import raw_source

@@ -12,8 +12,9 @@ from penstock.graph.node import Node
 from penstock.graph.quantization import bits_of, on_tensor_cores
 from penstock.kernels import ir
 from penstock.kernels.builder import KernelBuilder, Memory
-from penstock.kernels.lowering.emitter import Emitter, LanesImpossible, Value
+from penstock.kernels.lowering.emitter import Emitter
 from penstock.kernels.lowering.loop_nest import overwritable
+from penstock.kernels.lowering.values import LanesImpossible, Value
 from penstock.kernels.templates.launches import Lowering, one_launch
 from penstock.kernels.templates.matmul import BATCH, Epilogue, Matrix, Problem, offset
 from penstock.kernels.templates.matmul_cpu import cpu_matmul

@@ -26,11 +26,14 @@ class VectorPrinter(CPrinter):
         match statement:
             case ir.BlockReduce():
                 return self._reduce(statement)
-            case ir.Pointer(name, buffer, stored, offset):
+            case ir.Pointer(name, buffer, stored, offset, condition, otherwise):
                 self._pointers[name] = buffer
                 const = "const " if buffer.startswith("in") else ""
                 target = f"{self._space(buffer)}{const}{C_TYPES[stored]} *RESTRICT {name}"
-                return [f"{target} = {buffer} + {self.addend(offset)};"]
+                place = f"{buffer} + {self.addend(offset)}"
+                if condition is None:
+                    return [f"{target} = {place};"]
+                return [f"{target} = {self.expr(condition)} ? {place} : {otherwise};"]
             case _:
                 return super().special(statement)
 

@@ -138,12 +138,17 @@ class StridedReduce(Statement):
 
 
 class Pointer(Statement):
-    """A restrict pointer into a buffer or a local array, for dialects that have pointers."""
+    """A restrict pointer into a buffer or a local array, for dialects that have pointers.
+
+    With a condition, it is the pointer `otherwise` where that is false.
+    """
 
     name: str
     buffer: str
     stored: str
     offset: Expr
+    condition: Expr | None = None
+    otherwise: str = ""
 
 
 class UniformLoad(Statement):

@@ -8,8 +8,8 @@ from penstock.fusion.index import variable
 from penstock.graph.node import Kind, Node
 from penstock.kernels import ir
 from penstock.kernels.lowering.blocks import Sums, in_blocks, is_inexact
-from penstock.kernels.lowering.emitter import Value, computed_dtype
 from penstock.kernels.lowering.loop_nest import GROUP_THREADS, LoopNest, Lowered, at_most
+from penstock.kernels.lowering.values import Value, computed_dtype
 
 # Of a CPU.
 _BLOCK = 256  # columns that a thread reduces at a time

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from penstock.fusion.groups import Group
 from penstock.fusion.index import ZERO, Coords, Index, Variables, flat, source_coords, unflatten, variable
@@ -20,70 +19,17 @@ from penstock.graph.shaping import CONCAT, PAD
 from penstock.kernels import ir
 from penstock.kernels.dialects.c_expressions import expression
 from penstock.kernels.dialects.patterns import COMBINE
+from penstock.kernels.lowering.values import (
+    BorderCrossed,
+    LanesImpossible,
+    Merge,
+    Value,
+    affine,
+    computed_dtype,
+    merged,
+)
 
-
-def affine(index: Index) -> ir.Expr:
-    """An index as an expression."""
-    if not index.terms:
-        return ir.Const(index.constant)
-    if len(index.terms) == 1 and index.terms[0][1] == 1 and not index.constant:
-        return ir.Var(index.terms[0][0])
-    terms = tuple((ir.Var(name), None if factor == 1 else ir.Const(factor)) for name, factor in index.terms)
-    return ir.Affine(terms, ir.Const(index.constant) if index.constant else None)
-
-
-class LanesImpossible(Exception):
-    """A vector cannot read neighbouring items where they lie."""
-
-
-@dataclass(frozen=True)
-class Value:
-    """A value in a kernel, and the body that it is computed in."""
-
-    var: ir.Expr
-    depth: int
-
-    @property
-    def type(self) -> ir.Type:
-        """The type of the value."""
-        return self.var.type
-
-
-def computed_dtype(node: Node) -> str:
-    """The dtype in which a kernel computes a node's values: float16 and bfloat16 are widened."""
-    return "float32" if node.dtype in HALF_PRECISION else str(node.dtype)
-
-
-@dataclass(frozen=True)
-class Merge:
-    """Two neighbouring variables that are merged, because every index uses them as a single variable."""
-
-    name: str
-    outer: str
-    inner: str
-    length: int  # of the inner variable
-
-    def applied(self, index: Index) -> Index:
-        """The index with the merged variable."""
-        both = variable(self.outer) * self.length + variable(self.inner)
-        factor = index.factor(self.inner)
-        return index + both * -factor + variable(self.name) * factor
-
-
-def merged(index: Index, merges: Sequence[Merge]) -> Index:
-    """An index after merging."""
-    for merge in merges:
-        index = merge.applied(index)
-    return index
-
-
-class BorderCrossed(LanesImpossible):
-    """Vectors along a variable would be possible if they ended at its `borders`."""
-
-    def __init__(self, name: str, borders: tuple[int, ...]) -> None:
-        super().__init__(name, borders)
-        self.name = name
-        self.borders = borders
+_FEW_PARTS = 4  # of a concatenation, of which a CPU reads all and selects one
 
 
 class Emitter:
@@ -436,10 +382,12 @@ class Emitter:
         return (number % step).eq(0), self.integer(number // step, depth, length)
 
     def _concat(self, node: Node, coords: Coords) -> Value:
-        axis, start, result = node.attributes["axis"], 0, None
-        for part in node.inputs:
+        axis, start = node.attributes["axis"], 0
+        result, pointed = self._by_pointer(node, coords)
+        for at, part in enumerate(node.inputs):
             length = part.shape[axis]
-            if not length:
+            if not length or at in pointed:
+                start += length
                 continue
             condition, moved, depth = self._of_lanes(coords[axis], start, length) or self._inside(
                 coords[axis], start, length
@@ -455,6 +403,41 @@ class Emitter:
                 result = self._select(condition, depth, value, result)
         assert result is not None
         return result
+
+    def _by_pointer(self, node: Node, coords: Coords) -> tuple[Value | None, set[int]]:
+        """On a CPU, an item of the inputs of which whole rows are read, and which of the inputs these are.
+
+        A pointer into the row's input is chosen once for the row, so that no other is read.
+        """
+        axis, start, pointer = node.attributes["axis"], 0, ""
+        pointed: set[int] = set()
+        inner = Index((), 0)
+        if not self._vectors or len(node.inputs) <= _FEW_PARTS or self.index(coords[axis])[1:] != (0, 0):
+            return None, pointed
+        for at, part in enumerate(node.inputs):
+            first, start = start, start + part.shape[axis]
+            if part not in self.group.inputs or part.dtype in HALF_PRECISION or not part.size:
+                continue
+            inside, moved, _ = self._inside(coords[axis], first, part.shape[axis])
+            if inside == ir.FALSE:
+                continue
+            # The first is read in rows of none of them too, so it is not read out of bounds.
+            own = coords[axis] + Index((), -first) if pointer else moved
+            place = flat((*coords[:axis], own, *coords[axis + 1 :]), part.shape)
+            self.used.add(place)
+            whole = merged(place, self.merges)
+            near = Index(tuple(term for term in whole.terms if self.index(variable(term[0]))[1]), 0)
+            if pointer and near != inner:
+                continue
+            number, stored = self.group.inputs.index(part), str(part.dtype)
+            self.loads.setdefault(number, set()).add((self.stage, place))
+            choice = (inside, pointer) if pointer and inside != ir.TRUE else (None, "")
+            pointer, inner = self.name("part"), near
+            offset = affine(whole + near * -1)
+            self.bodies[0].append(ir.Pointer(pointer, f"in{number}", stored, offset, *choice))
+            pointed.add(at)
+        value = self._load(pointer, computed_dtype(node), str(node.dtype), inner) if pointed else None
+        return value, pointed
 
     def _of_lanes(self, index: Index, start: int, length: int) -> tuple[ir.Expr, Index, int] | None:
         """The same as `_inside` where lanes differ in it: of a part that has a single item along the axis."""

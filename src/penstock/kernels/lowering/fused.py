@@ -9,11 +9,11 @@ from penstock.fusion.kinds import GroupKind
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.dialects.c_expressions import has_vectors
 from penstock.kernels.lowering.column_loops import ColumnLoops
-from penstock.kernels.lowering.emitter import BorderCrossed, LanesImpossible, computed_dtype
 from penstock.kernels.lowering.loop_nest import LoopNest, Lowered
 from penstock.kernels.lowering.map_loops import MapLoops
 from penstock.kernels.lowering.row_loops import RowLoops
 from penstock.kernels.lowering.tiled_loops import TiledLoops
+from penstock.kernels.lowering.values import BorderCrossed, LanesImpossible, computed_dtype
 
 _LANES = 8  # PoCL reports 16 on CPUs with registers for 8, and its functions on 16 crash its compiler
 _ACCESS = 16  # bytes that a thread of a GPU reads or writes at once

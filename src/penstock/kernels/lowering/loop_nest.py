@@ -14,7 +14,8 @@ from penstock.graph.elementwise import CAST
 from penstock.graph.node import Shape
 from penstock.kernels import ir
 from penstock.kernels.dialects import dialect_of
-from penstock.kernels.lowering.emitter import Emitter, LanesImpossible, Merge, Value, merged
+from penstock.kernels.lowering.emitter import Emitter
+from penstock.kernels.lowering.values import LanesImpossible, Merge, Value, merged
 
 GROUP_THREADS = 256  # of a workgroup on a GPU
 _TASKS = 4  # per compute unit of a CPU, so that none waits long for the last

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 from penstock.fusion.index import Index, flat, variable
 from penstock.kernels import ir
-from penstock.kernels.lowering.emitter import LanesImpossible, merged
 from penstock.kernels.lowering.loop_nest import GROUP_THREADS, LoopNest, Lowered, unflattened
+from penstock.kernels.lowering.values import LanesImpossible, merged
 
 _SECTOR = 32  # bytes that a GPU reads or writes at least
 _NEIGHBOURS = 32  # threads whose accesses are combined

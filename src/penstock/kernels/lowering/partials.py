@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from penstock.graph.node import Node
 from penstock.kernels import ir
 from penstock.kernels.lowering.blocks import LANES, Sums
-from penstock.kernels.lowering.emitter import Emitter, Value, computed_dtype
+from penstock.kernels.lowering.emitter import Emitter
+from penstock.kernels.lowering.values import Value, computed_dtype
 
 _STRIP = 32
 _LONG = 64  # items of the shortest row with `_STRIP` partial results

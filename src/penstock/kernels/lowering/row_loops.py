@@ -13,10 +13,10 @@ from penstock.graph.elementwise import CAST, PRIMITIVES
 from penstock.graph.node import Kind, Node, Primitive
 from penstock.kernels import ir
 from penstock.kernels.lowering.blocks import depends_on_order
-from penstock.kernels.lowering.emitter import Value, computed_dtype
 from penstock.kernels.lowering.loop_nest import Lowered
 from penstock.kernels.lowering.partials import Partials
 from penstock.kernels.lowering.sums_of_rows import SumsOfRows
+from penstock.kernels.lowering.values import Value, computed_dtype
 
 # Of a GPU.
 _ITEMS = 32  # of a row that a thread has, if there are enough threads, and can keep in registers

@@ -9,9 +9,9 @@ import numpy as np
 from penstock.fusion.costs import CROSSED_AXIS
 from penstock.fusion.index import Index, variable
 from penstock.kernels import ir
-from penstock.kernels.lowering.emitter import computed_dtype, merged
 from penstock.kernels.lowering.loop_nest import GROUP_THREADS, Lowered, at_most
 from penstock.kernels.lowering.map_loops import MapLoops
+from penstock.kernels.lowering.values import computed_dtype, merged
 
 _SHORTEST = CROSSED_AXIS  # axis that is worth a tile
 _LINE = 64  # bytes of a result's row in the tile of a CPU: a cache line
