@@ -187,8 +187,6 @@ class Published:
 
 
 PUBLISHED = (
-    # arXiv 1909.08053, figure 5, at 39 TFLOP/s; a step of 1,288 ms at 62.4 by nv-adlr.github.io/MegatronLMV1.
-    Published("Megatron-LM, GPT-2 of 1.2B, V100, DGX-2H", 1.2e9, 1.288 * 62.4 / 39, 100e9, {64: 0.96}),
     # github.com/KempnerInstitute/KempnerForge, benchmarks/mfu_scaling, experiments 1, 2 and 4; NVLink.
     Published("KempnerForge, Llama of 8B, FSDP, H200", 8.03e9, 3.13, 450e9, {2: 0.89, 4: 0.93}),
     # github.com/mosaicml/llm-foundry, scripts/train/benchmarking: 6 x 2048 tokens a GPU, 10,643 a second of

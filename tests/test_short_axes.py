@@ -102,6 +102,16 @@ def test_concatenations_of_many_parts(device: Device, axis: int, dtype: type) ->
     np.testing.assert_array_equal(joined.numpy(), expected)
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int64, np.uint64])
+def test_single_items_of_other_sizes(device: Device, dtype: type) -> None:
+    """The condition of a choice between vectors has items as large as theirs."""
+    arrays = [RNG.integers(0, 200, (40, 1)).astype(dtype) for _ in range(3)]
+    joined = ps.jit(lambda *parts: ps.maximum(ps.concat([part + 1 for part in parts], axis=1), parts[0]))
+    result = joined(*(ps.asarray(array, device=device) for array in arrays)).numpy()
+    right = np.maximum(np.concatenate([array + dtype(1) for array in arrays], 1), arrays[0])
+    assert np.array_equal(result, right)
+
+
 def test_a_row_of_a_concatenation_reads_one_part() -> None:
     parts = [at(values(2, 64)) for _ in range(6)]
     text = text_of(elementwise.negative(shaping.concat(parts, 0)))
