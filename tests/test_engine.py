@@ -276,7 +276,8 @@ def test_only_the_pages_of_a_sequence_are_read(
     assert max(schedule.plan.arena_bytes for schedule in programs.values()) < 100 * page
     for bucket in continued:
         steps = str(programs[bucket]).splitlines()
-        assert sum("[paged_attention]" in step for step in steps) == len(compiled.cache_shapes)
+        attends = ["[paged_attention]" in step or "paged_step" in step for step in steps]  # the last on a GPU
+        assert sum(attends) == len(compiled.cache_shapes)
         assert not any("matmul" in step and "gather" in step for step in steps)
 
 
