@@ -22,9 +22,9 @@ from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.ir.expressions import HALF_PRECISION, Const, Expr, Type, Var
 from penstock.kernels.source import KernelSource, item_size
 from penstock.kernels.templates.launches import Launch, Lowering, Tasks, is_cpu
+from penstock.kernels.templates.paged_operands import LOWEST, Operands, operands_of
 from penstock.kernels.templates.paged_prompts import prompt_attention
 
-_LOWEST = -1e30  # below every score
 _MOST_HEADS = 8  # of queries that are computed together
 _THREADS = 128  # of a workgroup of a GPU
 _GROUPS = 4  # workgroups for each compute unit of a GPU
@@ -36,28 +36,11 @@ _TILE = 64  # positions that a thread of a CPU has the scores of
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Sizes(Operands):
     """The sizes of the operands, and how the work is divided."""
 
-    dtype: str
-    rows: int
-    length: int
-    heads: int
-    key_heads: int
-    size: int  # of a head
-    pages: int
-    page: int  # positions of a page
-    width: int  # pages of a row of the table
     together: int  # heads of queries
     splits: int
-    scale: float
-    window: int
-    softcap: float
-
-    @property
-    def type(self) -> str:
-        """The dtype that is computed in."""
-        return "float64" if self.dtype == "float64" else "float32"
 
     @property
     def units(self) -> int:
@@ -90,18 +73,14 @@ def sizes_of(
     query: Node, pages: Node, table: Node, attributes: Mapping[str, Any], capabilities: Capabilities
 ) -> Sizes:
     """The sizes of a node with these inputs and attributes."""
-    rows, length, heads, size = query.shape
-    _, count, key_heads, page, _ = pages.shape
-    groups = heads // key_heads
+    given = operands_of(query, pages, table, attributes)
+    groups, reach = given.groups, given.width * given.page
     together = max(heads for heads in range(1, min(groups, _MOST_HEADS) + 1) if groups % heads == 0)
-    reach = table.shape[1] * page
-    seen = min(reach, attributes["window"] or reach)
+    seen = min(reach, given.window or reach)
     wanted = capabilities.compute_units * (1 if is_cpu(capabilities) else _GROUPS)
-    splits = -(-wanted // (rows * length * heads // together))
+    splits = -(-wanted // (given.rows * given.length * given.heads // together))
     splits = max(min(splits, seen // (_CPU_LEAST if is_cpu(capabilities) else _LEAST)), 1)
-    shape = (rows, length, heads, key_heads, size, count, page, table.shape[1], together, splits)
-    choices = {name: attributes[name] for name in ("scale", "window", "softcap")}
-    return Sizes(str(query.dtype), *shape, **choices)
+    return Sizes(**vars(given), together=together, splits=splits)
 
 
 class Unit:
@@ -272,7 +251,7 @@ def _take(
             for lane in range(width):
                 k.multiply_add(product, k.lane(query, lane), k.lane(key, lane))
             total = k.block_reduce(k.fresh(f"total{head}"), "sum", product, threads, lanes)
-            seen = k.select(masks[number], unit.score(total), _LOWEST)
+            seen = k.select(masks[number], unit.score(total), LOWEST)
             scores.append(k.let(k.fresh(f"score{head}"), seen))
         running[head].take(scores, masks, values)
 
@@ -283,7 +262,7 @@ class _Running:
     def __init__(self, k: KernelBuilder, sizes: Sizes, head: int, width: int) -> None:
         self._k, self._head = k, head
         zero = Const(0.0, Type(sizes.type))
-        self.most = k.variable(f"most{head}", Const(_LOWEST, Type(sizes.type)))
+        self.most = k.variable(f"most{head}", Const(LOWEST, Type(sizes.type)))
         self.sum = k.variable(f"sum{head}", zero)
         self.result = k.variable(f"result{head}", k.broadcast(zero, width) if width > 1 else zero)
 
@@ -368,7 +347,7 @@ def _on_cpu(sizes: Sizes, capabilities: Capabilities) -> KernelSource:
     with tasks.each(k) as task:
         unit = Unit(k, sizes, task, k.inputs[2])
         start, stop = unit.positions(k.let("last", k.load(k.inputs[3], unit.query)))
-        most = [k.variable(f"most{head}", _LOWEST, sizes.type) for head in heads]
+        most = [k.variable(f"most{head}", LOWEST, sizes.type) for head in heads]
         sums = [k.variable(f"sum{head}", 0.0, sizes.type) for head in heads]
         with k.loop("cleared", 0, sizes.together * sizes.size) as item:
             k.store(results, item, 0.0)
@@ -472,7 +451,7 @@ def combining(sizes: Sizes, capabilities: Capabilities, scalars: Sequence[str] =
 def combined(k: KernelBuilder, sizes: Sizes, task: Expr, values: Memory, sums: Memory) -> Expr:
     """An item of the result, by the results, maxima and sums of all splits."""
     first = k.let("first_split", task // sizes.size * sizes.splits)
-    most = k.variable("most", _LOWEST, sizes.type)
+    most = k.variable("most", LOWEST, sizes.type)
     with k.loop("most_of", 0, sizes.splits, unrolled=_AT_ONCE) as split:
         k.assign(most, k.call("maximum", most, k.load(sums, (first + split) * 2)))
     total, result = k.variable("total", 0.0, sizes.type), k.variable("result", 0.0, sizes.type)

@@ -8,7 +8,6 @@ updated as tiles come.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from penstock.drivers.driver import Capabilities
 from penstock.graph.node import Node
@@ -16,8 +15,8 @@ from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.ir.expressions import Const, Expr, Type, Var
 from penstock.kernels.source import KernelSource, item_size
 from penstock.kernels.templates.launches import Launch, Lowering, Tasks, is_cpu
+from penstock.kernels.templates.paged_operands import LOWEST, Operands, operands_of
 
-_LOWEST = -1e30  # below every score
 _VECTOR = 8  # items of a vector of a CPU
 _LINES, _TILE = 32, 64  # lines of a task of a CPU, and positions of a tile
 _AT_ONCE = 4  # lines of a CPU, and positions of a GPU, whose sums are in registers together
@@ -26,32 +25,8 @@ _COLUMNS = 64  # of a head that a thread of a GPU has, at most
 _TILE_BYTES = 12 << 10  # of keys and values that a workgroup of a GPU has in local memory
 
 
-@dataclass(frozen=True)
-class _Sizes:
+class _Sizes(Operands):
     """The sizes of the operands."""
-
-    dtype: str
-    rows: int
-    length: int
-    heads: int
-    key_heads: int
-    size: int  # of a head
-    pages: int
-    page: int  # positions of a page
-    width: int  # pages of a row of the table
-    scale: float
-    window: int
-    softcap: float
-
-    @property
-    def type(self) -> str:
-        """The dtype that is computed in."""
-        return "float64" if self.dtype == "float64" else "float32"
-
-    @property
-    def groups(self) -> int:
-        """Heads of queries that share a head of keys."""
-        return self.heads // self.key_heads
 
     @property
     def lines(self) -> int:
@@ -62,10 +37,7 @@ class _Sizes:
 def prompt_attention(node: Node, capabilities: Capabilities) -> Lowering:
     """The kernel of a node with many queries."""
     query, pages, table, _ = node.inputs
-    rows, length, heads, size = query.shape
-    _, count, key_heads, page, _ = pages.shape
-    shape = (rows, length, heads, key_heads, size, count, page, table.shape[1])
-    sizes = _Sizes(str(node.dtype), *shape, **node.attributes)
+    sizes = _Sizes(**vars(operands_of(query, pages, table, node.attributes)))
     build = _on_cpu if is_cpu(capabilities) else _on_gpu
     return Lowering((Launch(build(sizes, capabilities), (0, 1, 2, 3, 4)),))
 
@@ -192,7 +164,7 @@ class _Tiles:
             begin = k.let("begin", block.place_of_query(query))
             k.store(self._lasts, line, last)
             k.store(self._begins, line, begin)
-            k.store(self._most, line, _LOWEST)
+            k.store(self._most, line, LOWEST)
             k.store(self._sums, line, 0.0)
             k.assign(stop, k.call("maximum", stop, last + 1))
             k.assign(least, k.call("minimum", least, last))
@@ -252,7 +224,7 @@ class _Tiles:
                 place = line * _TILE + at
                 seen = self._block.seen(tile + at, last)
                 score = k.let("score", k.load(self._scores, place))
-                k.store(self._scores, place, k.select(seen, score, _LOWEST))
+                k.store(self._scores, place, k.select(seen, score, LOWEST))
 
     def _weigh(self) -> None:
         """Replace scores by weights, and rescale what was summed before.
@@ -355,7 +327,7 @@ def _on_gpu(sizes: _Sizes, capabilities: Capabilities) -> KernelSource:
             for number, key in enumerate(places):
                 product = line.product(number, keys, key, lanes)
                 masks.append(k.let(f"seen{number}", block.seen(first + at + number, last)))
-                score = k.select(masks[-1], block.score(product), _LOWEST)
+                score = k.select(masks[-1], block.score(product), LOWEST)
                 scores.append(k.let(f"score{number}", score))
             line.take(scores, masks, values, places)
     for own, result in enumerate(line.results):
@@ -370,7 +342,7 @@ class _Line:
         self._k, self._type = k, sizes.type
         self._queries = [k.let(f"query{own}", query) for own, query in enumerate(queries)]
         self.results = [k.variable(f"result{own}", 0.0, sizes.type) for own in range(len(queries))]
-        self._most = k.variable("most", _LOWEST, sizes.type)
+        self._most = k.variable("most", LOWEST, sizes.type)
         self.total = k.variable("sum", 0.0, sizes.type)
 
     def product(self, number: int, keys: Memory, place: Expr, lanes: int) -> Expr:
