@@ -219,6 +219,7 @@ class Cuda(CDialect):
     name = "cuda"
     label = "CUDA C"
     compiles_side_by_side = True
+    shuffles = True
     device_atomics = True
     prefetches = True
     raw_types: Mapping[str, str] = {dtype: _PLAIN_TYPES.get(word, word) for dtype, word in C_TYPES.items()}

@@ -50,6 +50,7 @@ class Dialect(ABC):
     label: str  # for people
     pointers = True  # a part of a buffer can be a function's parameter
     barriers_in_branches = True  # barriers in branches that are uniform over a workgroup
+    shuffles = False  # neighbouring threads exchange values without local memory
     device_atomics = False  # workgroups see what others wrote, once an atomic operation told that they did
     prefetches = False  # kernels that are launched early may have their memory read ahead
     word_access = False  # memory is words of 4 bytes, which a thread should write whole

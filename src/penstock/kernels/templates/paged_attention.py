@@ -19,6 +19,7 @@ from penstock.drivers.driver import Capabilities
 from penstock.graph.node import Node
 from penstock.graph.paged_attention import MOST_QUERIES
 from penstock.kernels.builder import KernelBuilder, Memory
+from penstock.kernels.dialects import dialect_of
 from penstock.kernels.ir.expressions import HALF_PRECISION, Const, Expr, Type, Var
 from penstock.kernels.source import KernelSource, item_size
 from penstock.kernels.templates.launches import Launch, Lowering, Tasks, is_cpu
@@ -26,11 +27,14 @@ from penstock.kernels.templates.paged_operands import LOWEST, Operands, operands
 from penstock.kernels.templates.paged_prompts import prompt_attention
 
 _MOST_HEADS = 8  # of queries that are computed together
+_FEW_HEADS = 4  # of which a thread of a GPU can have several positions at once
+_ITEMS = 8  # of a position, that a thread of a GPU has
 _THREADS = 128  # of a workgroup of a GPU
-_GROUPS = 4  # workgroups for each compute unit of a GPU
+_MORE_THREADS = 256  # where they exchange values without local memory
+_RESIDENT = 512  # threads for each compute unit of a GPU
 _LEAST = 64  # positions of a split of a GPU
 _CPU_LEAST = 512  # of a CPU
-_AT_ONCE = 4  # splits that are read at a time
+_AT_ONCE = 32  # splits that are read at a time
 _VECTOR = 8  # items of a vector of a CPU
 _TILE = 64  # positions that a thread of a CPU has the scores of
 
@@ -77,10 +81,25 @@ def sizes_of(
     groups, reach = given.groups, given.width * given.page
     together = max(heads for heads in range(1, min(groups, _MOST_HEADS) + 1) if groups % heads == 0)
     seen = min(reach, given.window or reach)
-    wanted = capabilities.compute_units * (1 if is_cpu(capabilities) else _GROUPS)
-    splits = -(-wanted // (given.rows * given.length * given.heads // together))
-    splits = max(min(splits, seen // (_CPU_LEAST if is_cpu(capabilities) else _LEAST)), 1)
-    return Sizes(**vars(given), together=together, splits=splits)
+    units = given.rows * given.length * given.heads // together
+    if is_cpu(capabilities):
+        splits, least = -(-capabilities.compute_units // units), _CPU_LEAST
+    else:  # all workgroups run at once
+        groups = _RESIDENT // _threads(given.size, together, capabilities)
+        splits, least = capabilities.compute_units * groups // units, _LEAST
+    return Sizes(**vars(given), together=together, splits=max(min(splits, seen // least), 1))
+
+
+def _threads(size: int, together: int, capabilities: Capabilities) -> int:
+    """The threads of a workgroup of a GPU."""
+    more = dialect_of(capabilities).shuffles and together <= _FEW_HEADS
+    wanted = max(_MORE_THREADS if more else _THREADS, _lanes(size))
+    return min(wanted, capabilities.max_group_size)
+
+
+def _lanes(size: int) -> int:
+    """How many threads of a GPU share a position."""
+    return 1 << (size // math.gcd(size, _ITEMS) - 1).bit_length()
 
 
 class Unit:
@@ -121,7 +140,7 @@ class Unit:
         sizes = self._sizes
         return sizes.pages * sizes.key_heads * sizes.page * sizes.size
 
-    def head_row(self, number: int) -> Expr:
+    def head_row(self, number: Expr | int) -> Expr:
         """Which row of queries one of the heads is."""
         return self.query * self._sizes.heads + self.head + number
 
@@ -176,10 +195,12 @@ def on_gpu(
     of pages, table and positions.
     """
     pages, table, positions = memories
-    width = math.gcd(sizes.size, 8)  # items of a thread
-    lanes = 1 << (sizes.size // width - 1).bit_length()  # threads that share a position
-    threads = min(max(_THREADS, lanes), capabilities.max_group_size)
-    at_once = 4 if sizes.together <= 4 else 2  # positions of a thread
+    width, lanes = math.gcd(sizes.size, _ITEMS), _lanes(sizes.size)
+    threads = _threads(sizes.size, sizes.together, capabilities)
+    apart = threads // lanes
+    seen = min(sizes.width * sizes.page, sizes.window or sizes.width * sizes.page)
+    most = 4 if sizes.together <= _FEW_HEADS else 2
+    at_once = max(min(most, seen // sizes.splits // apart), 1)  # positions of a thread
     unit = Unit(k, sizes, k.group(), table)
     if step is not None:
         step.begin(k, sizes, unit, threads, lanes * width)
@@ -209,7 +230,6 @@ def on_gpu(
         new = k.let("put_here", k.select(stop.eq(last + 1) & (start <= last), k.uniform("puts", known, 1), 0))
         stored = k.let("stored", stop - new)
     running = [_Running(k, sizes, head, width) for head in range(sizes.together)]
-    apart = threads // lanes
     with k.loop("base", start, stored, apart * at_once) as base:
         keys, values, masks = [], [], []
         for number in range(at_once):
@@ -225,11 +245,12 @@ def on_gpu(
         seen = k.let("is_new", new.eq(1) & slot.eq(0))
         _take(k, sizes, unit, running, queries, ([key], [value], [seen]), (threads, lanes, width))
         step.put(k, unit, last, new.eq(1))
-    _join_slots(k, sizes, unit, running, (threads, lanes, width))
+    _join_slots(k, sizes, unit, running, (threads, lanes, width), capabilities.local_bytes)
     if step is not None:
         step.finish(k, unit)
     quick = sizes.dtype in HALF_PRECISION
-    return k.source((sizes.units * sizes.splits,), (threads,), quick=quick)
+    resident = max(_RESIDENT // threads, 1) if threads > _THREADS else 1
+    return k.source((sizes.units * sizes.splits,), (threads,), resident, quick)
 
 
 def _take(
@@ -289,47 +310,57 @@ class _Running:
 
 
 def _join_slots(
-    k: KernelBuilder, sizes: Sizes, unit: Unit, running: Sequence[_Running], shape: tuple[int, int, int]
+    k: KernelBuilder,
+    sizes: Sizes,
+    unit: Unit,
+    running: Sequence[_Running],
+    shape: tuple[int, int, int],
+    local_bytes: int,
 ) -> None:
-    """Combine what the threads of a workgroup have, and store it."""
+    """Combine what the threads of a workgroup have, and store it; as many heads at a time as have room."""
     threads, lanes, width = shape
-    merged = k.shared("merged", sizes.type, threads * width)
-    for head, own in enumerate(running):
-        most = k.block_reduce(f"all_most{head}", "max", own.most, threads, threads)
-        own.rescale(k.let(f"last_factor{head}", k.call("exp", own.most - most)))
-        counted = k.select((k.thread % lanes).eq(0), own.sum, 0.0)
-        total = k.block_reduce(
-            f"all_sum{head}", "sum", k.variable(f"own_sum{head}", counted), threads, threads
-        )
-        k.barrier()  # the last head was read
-        for lane in range(width):
-            k.store(merged, k.thread * width + lane, k.lane(own.result, lane))
+    slots = threads // lanes
+    padded = width + 1  # threads that store at once use banks of their own
+    room = local_bytes // 2 // (threads * padded * item_size(sizes.type))
+    together = max(min(sizes.together, room), 1)
+    values = k.shared("merged", sizes.type, together * threads * padded)
+    sums = k.shared("slot_sums", sizes.type, together * slots * 2)
+    for first in range(0, sizes.together, together):
+        heads = range(first, min(first + together, sizes.together))
+        if first:
+            k.barrier()  # the heads before were read
+        for number, head in enumerate(heads):
+            for lane in range(width):
+                place = (number * threads + k.thread) * padded + lane
+                k.store(values, place, k.lane(running[head].result, lane))
+            with k.when((k.thread % lanes).eq(0)):
+                place = k.let(f"place_of_slot{head}", (k.thread // lanes + number * slots) * 2)
+                k.store(sums, place, running[head].most)
+                k.store(sums, place + 1, running[head].sum)
         k.barrier()
-        with k.loop(f"item{head}", k.thread, sizes.size, threads) as item:
-            value = k.variable(f"whole{head}", 0.0, sizes.type)
-            for slot in range(threads // lanes):
-                k.assign(value, value + k.load(merged, item + slot * lanes * width))
-            _store(k, sizes, unit, head, item, value, total)
-        with k.when(k.thread.eq(0)):
-            _store_sums(k, sizes, unit, head, most, total)
+        with k.loop(f"item{first}", k.thread, len(heads) * sizes.size, threads) as item:
+            number = k.let(f"number{first}", item // sizes.size)
+            column = k.let(f"column{first}", item % sizes.size)
+            place = column // width * padded + column % width
+            parts = _Parts(slots, number * slots, lanes * padded, place)
+            most, total, result = _weighted(k, sizes, parts, values, sums)
+            _store(k, sizes, unit, number + first, column, (most, total, result))
 
 
 def _store(
-    k: KernelBuilder, sizes: Sizes, unit: Unit, head: int, item: Expr, value: Expr, total: Expr
+    k: KernelBuilder, sizes: Sizes, unit: Unit, head: Expr, column: Expr, known: tuple[Expr, Expr, Expr]
 ) -> None:
-    """Write an item of a result, or of a split's."""
-    row = unit.head_row(head)
-    if sizes.splits > 1:
-        k.store(k.outputs[0], (row * sizes.splits + unit.split) * sizes.size + item, value)
-    else:
-        k.store(k.outputs[0], row * sizes.size + item, value / total)
-
-
-def _store_sums(k: KernelBuilder, sizes: Sizes, unit: Unit, head: int, most: Expr, total: Expr) -> None:
-    if sizes.splits > 1:
-        place = k.let(f"place_of_sums{head}", (unit.head_row(head) * sizes.splits + unit.split) * 2)
-        k.store(k.outputs[1], place, most)
-        k.store(k.outputs[1], place + 1, total)
+    """Write an item of a result, or of a split's, given the maximum, the sum of the weights, and the item."""
+    most, total, result = known
+    row = k.let(k.fresh("head_row"), unit.head_row(head))
+    if sizes.splits == 1:
+        k.store(k.outputs[0], row * sizes.size + column, result / total)
+        return
+    place = k.let(k.fresh("place_in_split"), row * sizes.splits + unit.split)
+    k.store(k.outputs[0], place * sizes.size + column, result)
+    with k.when(column.eq(0)):
+        k.store(k.outputs[1], place * 2, most)
+        k.store(k.outputs[1], place * 2 + 1, total)
 
 
 # CPUs
@@ -365,8 +396,8 @@ def _on_cpu(sizes: Sizes, capabilities: Capabilities) -> KernelSource:
                 _add_values(k, sizes, unit, column, width, (scores, places, results), count)
         for head in heads:
             with k.loop(f"item{head}", 0, sizes.size) as item:
-                _store(k, sizes, unit, head, item, k.load(results, item + head * sizes.size), sums[head])
-            _store_sums(k, sizes, unit, head, most[head], sums[head])
+                result = k.load(results, item + head * sizes.size)
+                _store(k, sizes, unit, Const(head), item, (most[head], sums[head], result))
     return k.source(tasks.grid, tasks.group)
 
 
@@ -451,13 +482,34 @@ def combining(sizes: Sizes, capabilities: Capabilities, scalars: Sequence[str] =
 def combined(k: KernelBuilder, sizes: Sizes, task: Expr, values: Memory, sums: Memory) -> Expr:
     """An item of the result, by the results, maxima and sums of all splits."""
     first = k.let("first_split", task // sizes.size * sizes.splits)
-    most = k.variable("most", LOWEST, sizes.type)
-    with k.loop("most_of", 0, sizes.splits, unrolled=_AT_ONCE) as split:
-        k.assign(most, k.call("maximum", most, k.load(sums, (first + split) * 2)))
-    total, result = k.variable("total", 0.0, sizes.type), k.variable("result", 0.0, sizes.type)
-    with k.loop("of_split", 0, sizes.splits, unrolled=_AT_ONCE) as split:
-        place = k.let("place_of_split", first + split)
+    parts = _Parts(sizes.splits, first, sizes.size, task % sizes.size)
+    _, total, result = _weighted(k, sizes, parts, values, sums)
+    return result / total
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Parts of the positions: how many, the first, how long the rows of their results are, and an item."""
+
+    count: int
+    first: Expr
+    length: int
+    item: Expr
+
+
+def _weighted(
+    k: KernelBuilder, sizes: Sizes, parts: _Parts, values: Memory, sums: Memory
+) -> tuple[Var, Var, Var]:
+    """The maximum of the scores of all parts, the sum of their weights, and an item of the weighted sum."""
+    most = k.variable(k.fresh("most"), LOWEST, sizes.type)
+    at_once = min(parts.count, _AT_ONCE)
+    with k.loop(k.fresh("most_of"), 0, parts.count, unrolled=at_once) as part:
+        k.assign(most, k.call("maximum", most, k.load(sums, (parts.first + part) * 2)))
+    total = k.variable(k.fresh("total"), 0.0, sizes.type)
+    result = k.variable(k.fresh("result"), 0.0, sizes.type)
+    with k.loop(k.fresh("of_part"), 0, parts.count, unrolled=at_once) as part:
+        place = k.let("part", parts.first + part)
         factor = k.let("factor", k.call("exp", k.load(sums, place * 2) - most))
         k.assign(total, total + factor * k.load(sums, place * 2 + 1))
-        k.assign(result, result + factor * k.load(values, place * sizes.size + task % sizes.size))
-    return result / total
+        k.assign(result, result + factor * k.load(values, place * parts.length + parts.item))
+    return most, total, result
