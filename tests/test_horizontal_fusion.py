@@ -23,7 +23,7 @@ from penstock.execution.structure import Structure
 from penstock.graph.node import Node, leaf
 from penstock.kernels import horizontal_fusion
 from penstock.kernels.builder import KernelBuilder
-from penstock.kernels.concatenation import Call
+from penstock.kernels.concatenation import Call, concatenated
 from penstock.kernels.hazards import Touched
 from penstock.kernels.source import KernelSource
 
@@ -327,3 +327,10 @@ def test_equal_calls_give_equal_texts() -> None:
     (longer,) = horizontal_fusion.fuse_horizontally(more, lies, capabilities)
     assert len({launch.source.name for launch in (first, other, longer)}) == 3
     assert first.source.text.count("DEVICE void") == 2
+
+
+def test_concatenated_calls_keep_their_numbers_of_workgroups() -> None:
+    first, second = call(source("same"), 0), call(source("same"), 1)
+    second = replace(second, source=replace(second.source, grid=(5,)))
+    (chain,) = concatenated([first, second], (), opencl_capabilities(NATIVE))
+    assert [f"group < {groups}" in chain.source.text for groups in (3, 5)] == [True, True]
