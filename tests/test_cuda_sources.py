@@ -78,14 +78,16 @@ class Imagined(HostDriver):
 
 
 class Gathering(KernelCache):
-    """Keeps the sources of all kernels."""
+    """Keeps the sources of all kernels, of which each has a name of its own."""
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
         self.sources: dict[str, KernelSource] = {}
 
     def kernels(self, sources: Sequence[KernelSource], functions: Mapping[str, Any]) -> list[Kernel]:
-        self.sources |= {source.name: source for source in sources if source.name not in functions}
+        for source in sources:
+            if source.name not in functions:
+                assert self.sources.setdefault(source.name, source).text == source.text
         return super().kernels(sources, functions)
 
 
@@ -205,6 +207,19 @@ def test_kernels_of_single_nodes(device: Device, given: Given) -> None:
                 query = given((3, 1, 4, 24), dtype)
                 build(device, [paged_attention(query, cache, table, positions, 0.5, 7, 3.0)])
     check(device, conftest.examples(150, quick=20))
+
+
+def test_rows_of_many_shapes(device: Device, given: Given) -> None:
+    """Kernels of the first shapes have constants, and those of later shapes arguments."""
+    lengths = (7, 64, 1000, 16_000, 33_000, 32_772)
+    for rows, length in itertools.product((2, 3, 1, 5), lengths):
+        x, w = given((rows, length), np.dtype("float32")), given((length,), np.dtype("float32"))
+        weighted = elementwise.multiply(x, reducing.expand(shaping.reshape(w, (1, length)), x.shape))
+        build(
+            device,
+            [reduce(value, (1,)) for value in (x, weighted) for reduce in (reducing.sum_, reducing.max_)],
+        )
+    check(device, 25)
 
 
 def test_random_graphs(device: Device, given: Given) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from penstock.execution.structure import Structure
 from penstock.graph.node import Node, leaf
 from penstock.kernels import horizontal_fusion
 from penstock.kernels.builder import KernelBuilder
-from penstock.kernels.concatenation import Call
+from penstock.kernels.concatenation import Call, concatenated
 from penstock.kernels.hazards import Touched
 from penstock.kernels.source import KernelSource
 
@@ -269,6 +270,25 @@ def test_buffers_may_lie_anywhere_and_a_program_is_not_written_again_and_again(m
     assert len(actual._segments) == 1 + executable._MAX_ARRANGEMENTS
 
 
+@on_every_gpu
+@pytest.mark.usefixtures("at_once")
+def test_programs_that_differ_in_the_number_of_rows_only(make: Make) -> None:
+    """A kernel of rows has the same text for each number of them, but a launch of several has not."""
+    device, rng = make(), np.random.default_rng(3)
+    whole = device.empty(1 << 13)
+    given = [whole.part(at << 12, 1 << 12) for at in range(2)]
+    for rows in (3, 5, 7, 3):
+        arrays = [rng.normal(size=(rows, 64)).astype(np.float32) for _ in given]
+        rest = [ps.asarray(array, device=device) for array in arrays]
+        actual, _, constants = built(device, [ps.concat([ps.max(tensor, axis=1) for tensor in rest])])
+        for part, array in zip(given, arrays, strict=True):
+            device.upload(array, part)
+        (result,) = actual.run(given, constants)
+        assert [name.partition("_")[0] for name in launches(actual)] == ["side", "map"]
+        maxima = device.download(result, np.float32, (2 * rows,)).wait()
+        np.testing.assert_array_equal(maxima, np.concatenate(arrays).max(1))
+
+
 def call(source: KernelSource, unit: int) -> Call:
     return Call(source, ((0, unit), (1, 8 * unit)), (), (), 1, Touched())
 
@@ -303,4 +323,14 @@ def test_equal_calls_give_equal_texts() -> None:
     (second,) = horizontal_fusion.fuse_horizontally(calls, lies, capabilities)
     (other,) = horizontal_fusion.fuse_horizontally(calls, {0: (0, 1), 1: (1, 0)}, capabilities)
     assert first == second != other
+    more = [replace(calls[0], source=replace(calls[0].source, grid=(4,))), *calls[1:]]
+    (longer,) = horizontal_fusion.fuse_horizontally(more, lies, capabilities)
+    assert len({launch.source.name for launch in (first, other, longer)}) == 3
     assert first.source.text.count("DEVICE void") == 2
+
+
+def test_concatenated_calls_keep_their_numbers_of_workgroups() -> None:
+    first, second = call(source("same"), 0), call(source("same"), 1)
+    second = replace(second, source=replace(second.source, grid=(5,)))
+    (chain,) = concatenated([first, second], (), opencl_capabilities(NATIVE))
+    assert [f"group < {groups}" in chain.source.text for groups in (3, 5)] == [True, True]

@@ -8,7 +8,7 @@ a table of offsets: a compiler takes as long for it as for a single call.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -42,8 +42,13 @@ class Call:
 
 
 def piece_of(call: Call) -> tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Equal for calls that differ in offsets only."""
+    """Equal for calls that differ in offsets, and in the number of workgroups, only."""
     return call.source.name, tuple(slot for slot, _ in call.locations), call.scalars, call.constants
+
+
+def _repeated(call: Call) -> tuple[Hashable, ...]:
+    """Equal for calls, of as many workgroups, that differ in offsets only."""
+    return *piece_of(call), call.source.grid
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,16 @@ class MergedCalls:
 
     def begins_piece(self, more: Call) -> bool:
         """Whether another call differs from the last in more than offsets."""
-        return not self.calls or piece_of(self.calls[-1]) != piece_of(more)
+        return not self.calls or _repeated(self.calls[-1]) != _repeated(more)
+
+    @property
+    def digest(self) -> str:
+        """The same for calls whose kernels have the same text, unless that takes sizes.
+
+        Names of kernels end in it. A function may serve any number of workgroups, but the text of a kernel
+        that calls it has their number.
+        """
+        return digest(repr([(_repeated(call), call.locations) for call in self.calls]))
 
     def parameter_bytes(self, more: Call) -> int:
         """The bytes of the kernel's parameters with another call, without sizes."""
@@ -168,7 +182,7 @@ def _concatenated(run: MergedCalls, arenas: Container[int], dialect: Dialect) ->
     if run.takes_sizes:
         return _with_sizes(run, arenas, dialect)
     kernel = ir.KernelIR(functions=run.functions("static", private=True))
-    for number, (_, calls) in enumerate(groupby(run.calls, piece_of)):
+    for number, (_, calls) in enumerate(groupby(run.calls, _repeated)):
         piece = list(calls)
         rows = Rows(f"table{number}", [[offset for _, offset in call.locations] for call in piece])
         arguments = [rows.item(at) for at in range(len(piece[0].locations))]
@@ -180,8 +194,7 @@ def _concatenated(run: MergedCalls, arenas: Container[int], dialect: Dialect) ->
         else:
             kernel.tables.append(rows.in_memory())
             kernel.body.append(ir.loop("row", 0, len(piece), [ir.Fence(), called]))
-    identity = [(piece_of(call), call.locations, call.source.grid) for call in run.calls]
-    return run.as_one(kernel, f"chain_{digest(repr(identity))}", dialect)
+    return run.as_one(kernel, f"chain_{run.digest}", dialect)
 
 
 def _with_sizes(run: MergedCalls, arenas: Container[int], dialect: Dialect) -> Call:

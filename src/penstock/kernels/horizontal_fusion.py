@@ -20,7 +20,7 @@ from penstock.kernels.concatenation import Call, MergedCalls, Rows, piece_of
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.dialects.dialect import Dialect
 from penstock.kernels.lower import Lowering
-from penstock.kernels.source import MOST_PARAMETER_BYTES, KernelSource, digest, kernel_of
+from penstock.kernels.source import MOST_PARAMETER_BYTES, KernelSource, kernel_of
 
 MOST_CALLS = 1024  # in a launch
 _MOST_PIECES = 48  # function calls in a kernel
@@ -148,10 +148,7 @@ class _Launch:
             branches.append((first > _GROUP, [*body, _called(piece[0], merging, differing)]))
         kernel.grid = (first,)
         kernel.body = [ir.Let(_GROUP.name, ir.WORKGROUP), *_by_branch(branches)]
-        identity = [
-            (call.source.name, call.locations, call.scalars, call.constants) for call in merging.calls
-        ]
-        return merging.as_one(kernel, f"side_by_side_{digest(repr(identity))}", self._dialect)
+        return merging.as_one(kernel, f"side_by_side_{merging.digest}", self._dialect)
 
     def _local_memory(self) -> list[ir.LocalArray]:
         """Local memory that every piece uses for its own arrays."""

@@ -110,7 +110,7 @@ class Sizes:
         if new and family.take_in(values, source.signature) and self._kept is not None:
             self._kept.put(digest(repr(key)), json.dumps(family.known))
         if not family.fits(values):  # the first shape of all
-            return replace(launch, source=replace(source, name=_name(source, (integers.key, values))))
+            return replace(launch, source=replace(source, name=_name(source, integers, values)))
         source, sizes = self._with_arguments(family, source, integers)
         return replace(launch, source=source, scalars=(*sizes, *launch.scalars))
 
@@ -149,7 +149,7 @@ class Sizes:
                 None if number is not None else value
                 for value, number in zip(values, family.argument, strict=True)
             ]
-            family.name = _name(source, (integers.key, source.signature, usual, family.argument))
+            family.name = _name(source, integers, (usual, family.argument))
             count = len(set(family.argument) - {None})
             family.body = replace(source.body, kernel=integers.as_arguments(family.argument, count))
         given = dict(zip(family.argument, values, strict=True))
@@ -165,9 +165,9 @@ class Sizes:
         return family
 
 
-def _name(source: KernelSource, identity: object) -> str:
-    """A name by what a kernel computes, the same in every process."""
-    return f"{source.name.rpartition('_')[0]}_{digest(repr(identity))}"
+def _name(source: KernelSource, integers: Integers, rest: object) -> str:
+    """A name by the family of a kernel and what else its text depends on, the same in every process."""
+    return f"{source.name.rpartition('_')[0]}_{digest(repr((_family_key(source, integers), rest)))}"
 
 
 def _family_key(source: KernelSource, integers: Integers) -> tuple[Hashable, ...]:
