@@ -342,20 +342,13 @@ def test_only_kernels_that_wait_by_themselves_start_before_others_have_ended() -
     ]
 
 
-@pytest.mark.parametrize("rows", [7, 700])
-def test_generated_kernels_wait_before_they_read(device: Device, given: Given, rows: int) -> None:
-    """But the rows of large matrices are prefetched before."""
-    build(device, [reducing.sum_(given((rows, 1024), np.dtype("float32")), (1,))])
+def test_generated_kernels_wait_before_they_read(device: Device, given: Given) -> None:
+    build(device, [reducing.sum_(given((70, 1024), np.dtype("float32")), (1,))])
     gathered = executables(device).kernels
     assert isinstance(gathered, Gathering)
     (source,) = gathered.sources.values()
     body = whole_text([source], "cuda").partition(f" {source.name}(")[2]
-    if rows == 7:
-        assert 0 < body.index("WAIT_FOR_EARLIER;") < body.index("in0 +=")
-    else:
-        start = body.index("STARTS_EARLY;")
-        assert start < body.index("in0 +=") < body.index("PREFETCH(") < body.index("WAIT_FOR_EARLIER;")
-        assert body.index("WAIT_FOR_EARLIER;") < body.index("LOAD_4(")
+    assert 0 < body.index("WAIT_FOR_EARLIER;") < body.index("in0 +=")
 
 
 # Copies in graphs

@@ -114,7 +114,7 @@ def test_several_products_read_a_sum_and_its_norm(device: Device) -> None:
 
 def test_workgroups_take_rows_in_turn(device: Device) -> None:
     """There are more rows than workgroups: each computes the norm once, and takes several."""
-    x, scale, weight = given_to(device, (1, 64), (64,), (8192, 64))
+    x, scale, weight = given_to(device, (1, 64), (64,), (65536, 64))
     result = norm(x, scale, True) @ weight.T
     (step,) = executables(device).build(Structure([result._node])).schedule.groups
     (call,) = step.calls
@@ -158,5 +158,4 @@ def test_nvrtc_takes_a_pair_of_products(rows: int) -> None:
     assert lowering is not None
     (launch,) = lowering.launches
     text = whole_text([launch.source], "cuda")
-    assert text.count("PREFETCH(in") == 1
     assert compile_text(text, "sm_90").startswith(b"\x7fELF")

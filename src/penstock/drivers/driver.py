@@ -91,7 +91,6 @@ class Capabilities:
 
 # With which the body of a generated CUDA kernel begins: it waits for the kernels that it depends on.
 WAIT = " WAIT_FOR_EARLIER;"
-EARLY = " STARTS_EARLY;"  # or with this, if it prefetches something before it waits
 
 
 class LibraryLaunch(Protocol):

@@ -141,14 +141,6 @@ class KernelBuilder:
         self._add(ir.AtomicAdd(memory.name, ir.integer(index), ir.integer(value), name))
         return ir.Var(name, memory.type)
 
-    def prefetch(self, memory: Memory, index: ir.Operand, nbytes: int, threads: int) -> None:
-        """Have bytes from an item on in the device's cache, where the language has such a statement.
-
-        All threads of a workgroup take part. What does not come first in a kernel is left out.
-        """
-        if self._dialect.prefetches and not any(self._bodies):
-            self._add(ir.Prefetch((memory.name,), ir.integer(index), nbytes, ir.THREAD, threads))
-
     def comes_last(self, name: str, counters: Memory, index: ir.Operand, count: int) -> ir.Var:
         """Whether the workgroup is the last of `count`, 1 or 0; see `ComesLast`."""
         array = self.shared(self.fresh("arrived"), "int32", 1)

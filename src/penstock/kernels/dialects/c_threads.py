@@ -16,8 +16,6 @@ from penstock.kernels.dialects.printer import Text, fills_words
 from penstock.kernels.source import WORD, item_size
 
 _ACCESS = 16  # bytes that a thread reads or writes at once, at most
-_LINE = 128  # bytes of a cache's line
-PREFETCHED = "AFTER_PREFETCH;"  # after what a kernel prefetches
 
 
 class ThreadPrinter(CPrinter):
@@ -52,11 +50,6 @@ class ThreadPrinter(CPrinter):
             case ir.MultiplyTiles(totals, left, right, dtype):
                 words = ", ".join(map(self.expr, (*totals, *left, *right)))
                 return [f"MULTIPLY_TILES_{dtype.upper()}({words});"]
-            case ir.Prefetch(buffers, index, nbytes, rank, threads, waits):
-                place, lines = self.addend(index), nbytes // _LINE
-                each = f"{lines}, {self.addend(rank)}, {threads}"
-                reads = [f"PREFETCH({buffer} + {place}, {each})" for buffer in buffers]
-                return [*reads, PREFETCHED] if waits else reads
             case ir.ComesLast(name, counters, index, count, array):
                 asked = f"COMES_LAST({counters} + {self.addend(index)}, {count})"
                 first = f"if (THREAD == 0) {array}[0] = {asked};"

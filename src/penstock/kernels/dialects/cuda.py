@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from penstock.drivers.driver import EARLY, WAIT
+from penstock.drivers.driver import WAIT
 from penstock.kernels.dialects.c_dialect import CDialect
-from penstock.kernels.dialects.c_threads import PREFETCHED
 from penstock.kernels.dialects.thread_prelude import TANH, THREAD_NAMES, THREAD_WORDS
 from penstock.kernels.source import C_TYPES, KernelSource
 
@@ -32,12 +31,6 @@ typedef unsigned long ulong;
 #define RESTRICT __restrict__
 // A kernel may be launched while those that it depends on still run, and waits for them before anything else.
 // What depends on it may be launched at once, too.
-// What it prefetches before that need not be final: the cache that it comes into is that of the whole device.
-#define STARTS_EARLY
-#define AFTER_PREFETCH
-#define PREFETCH(start, lines, rank, threads) \\
-    for (int line_ = rank; line_ < lines; line_ += threads) \\
-        asm volatile("prefetch.global.L2 [%0];" :: "l"((const char *)(start) + line_ * 128));
 #if __CUDA_ARCH__ >= 900
 #define WAIT_FOR_EARLIER asm volatile("griddepcontrol.launch_dependents; griddepcontrol.wait;" ::: "memory")
 #else
@@ -221,7 +214,6 @@ class Cuda(CDialect):
     compiles_side_by_side = True
     shuffles = True
     device_atomics = True
-    prefetches = True
     raw_types: Mapping[str, str] = {dtype: _PLAIN_TYPES.get(word, word) for dtype, word in C_TYPES.items()}
     raw_words = _RAW_WORDS
     raw_global = ""
@@ -240,8 +232,7 @@ class Cuda(CDialect):
     def text(self, source: KernelSource) -> str:
         """A kernel's text with its launch bounds, or NVRTC gives each thread too many registers.
 
-        Before anything else but what it prefetches, it waits for the kernels that it depends on; a user's own
-        kernel does not.
+        Its first statement waits for the kernels that it depends on; a user's own kernel has none.
         """
         before, opening, rest = source.text.partition(f"KERNEL {source.name}(")
         if not opening:
@@ -249,9 +240,4 @@ class Cuda(CDialect):
         bounds = [math.prod(source.group), *([source.resident] if source.resident > 1 else ())]
         parameters, brace, body = rest.partition("{")
         opening = f"KERNEL __launch_bounds__({', '.join(map(str, bounds))}) {source.name}("
-        start = WAIT
-        functions = 0 if isinstance(source.body, str) else len(source.body.kernel.functions)
-        if (before + body).count(PREFETCHED) == max(functions, 1):  # each of its workgroups prefetches
-            before, body = (text.replace(PREFETCHED, WAIT.strip()) for text in (before, body))
-            start = EARLY
-        return f"{before}{opening}{parameters}{brace}{start}{body}"
+        return f"{before}{opening}{parameters}{brace}{WAIT}{body}"

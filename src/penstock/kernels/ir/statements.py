@@ -159,21 +159,6 @@ class UniformLoad(Statement):
     index: Expr
 
 
-class Prefetch(Statement):
-    """Reads from here on will come: of each buffer, `nbytes` from an item on, spread over some threads.
-
-    If it is `first`, it comes before anything that waits for earlier kernels; what is read early need not be
-    final. Only in dialects that have `prefetches`.
-    """
-
-    buffers: tuple[str, ...]
-    index: Expr
-    nbytes: int
-    rank: Expr
-    threads: int
-    first: bool = True
-
-
 class ComesLast(Statement):
     """`name` is 1 in the workgroup that is the last of `count` to get here, and 0 in the others.
 

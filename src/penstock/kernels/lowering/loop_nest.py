@@ -13,7 +13,6 @@ from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.elementwise import CAST
 from penstock.graph.node import Shape
 from penstock.kernels import ir
-from penstock.kernels.dialects import dialect_of
 from penstock.kernels.lowering.emitter import Emitter
 from penstock.kernels.lowering.values import LanesImpossible, Merge, Value, merged
 
@@ -44,7 +43,6 @@ class LoopNest:
     ) -> None:
         self.group = group
         self.gpu = capabilities.vector_width == 1
-        self.prefetches = self.gpu and dialect_of(capabilities).prefetches
         self.units = capabilities.compute_units
         self.max_threads = capabilities.max_group_size
         self.local_bytes = min(capabilities.local_bytes, _KEPT_BYTES)

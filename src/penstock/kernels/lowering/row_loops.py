@@ -33,7 +33,6 @@ _BUSY = 256  # threads for each compute unit; where there are fewer, more thread
 # many workgroups for each compute unit.
 _MOST_TURNS = 16
 _VECTOR_GROUPS = 8
-_PREFETCHED = 1 << 18  # bytes of a matrix, whose rows are prefetched
 _NOWHERE = Index((), -1)  # the index of column sums, which no load has, so that they overwrite no input
 _ENOUGH = 0.9  # share of a row's threads that should have an item at every step
 
@@ -118,7 +117,6 @@ class RowLoops(SumsOfRows):
                 kernel.body = self._with_column_sums(kernel.body, part_rows, together)
             elif part_rows > together:
                 kernel.body = [self._over_rows(kernel.body, part_rows, together)]
-            before_rows = [*self._prefetched(ir.WORKGROUP * part_rows), *before_rows]
             kernel.body = [ir.Let("rank", ir.THREAD % self._threads), *before_rows, *kernel.body]
         else:
             part = self.chunk(rows, self.tasks(rows, rows * columns))
@@ -161,10 +159,7 @@ class RowLoops(SumsOfRows):
         """The body of a row for all rows of a workgroup, of which it processes some at a time."""
         # Threads that share a row exchange values in local memory, which the next row reuses.
         barrier = [ir.Barrier()] if any(map(self._reduces_row, self.group.nodes)) else []
-        again = ir.Var("again")
-        ahead = self._prefetched(ir.WORKGROUP * part_rows + (again + together), first=False)
-        ahead = [ir.If(again < part_rows - together, ahead)] if ahead else []
-        return ir.loop("again", 0, part_rows, [*ahead, *body, *barrier], step=together, unrolled=1)
+        return ir.loop("again", 0, part_rows, [*body, *barrier], step=together, unrolled=1)
 
     def _turns(self, times: int) -> int:
         """How often a workgroup takes rows, of so many times in all, so that it computes a vector rarely."""
@@ -194,25 +189,6 @@ class RowLoops(SumsOfRows):
         self._number = number
         # Threads exchange values in local memory, which the rows reuse.
         return [*emitter.bodies[0], ir.Barrier()]
-
-    def _prefetched(self, row: ir.Expr, first: bool = True) -> list[ir.Statement]:
-        """Have rows of large matrices, from `row` on, in the device's cache, if they are read in order."""
-        whole = self.count(self._rows) * self.group.columns
-        inputs = [
-            at
-            for at, node in enumerate(self.group.inputs)
-            if node.size == whole
-            and node.nbytes >= _PREFETCHED
-            and {index for _, index in self.emitter.loads.get(at, ())} == {self._number}
-        ]
-        sizes = {self.group.inputs[at].dtype.itemsize for at in inputs}
-        if not self.prefetches or self._column_sums or len(sizes) != 1:
-            return []
-        columns = self.group.columns
-        own = row + ir.THREAD // self._threads
-        start = (self._clamped(own) if self._uneven else own) * columns
-        names = tuple(f"in{at}" for at in inputs)
-        return [ir.Prefetch(names, start, columns * sizes.pop(), ir.Var("rank"), self._threads, first)]
 
     def _vectors(self) -> list[Node]:
         """The vectors that rows read and that depend on reductions."""

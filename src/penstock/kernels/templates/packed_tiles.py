@@ -19,7 +19,7 @@ from math import ceil
 from penstock.drivers.driver import Capabilities
 from penstock.kernels import ir
 from penstock.kernels.builder import KernelBuilder, Memory
-from penstock.kernels.source import WORD, KernelSource
+from penstock.kernels.source import KernelSource
 from penstock.kernels.templates.matmul import Epilogue
 from penstock.kernels.templates.packed_matmul import PackedProblem, byte_floats, clamped
 
@@ -48,9 +48,6 @@ def tensor_packed(
     tiles, chunks = 1 if few else 2, ceil(problem.inner / _CHUNK)
     warps = min(_MOST_WARPS if few else _FEW_WARPS, chunks)
     steps, row_tiles = ceil(chunks / warps), ceil(problem.rows / _ROWS)
-    if problem.columns % (tiles * _FEATURES) == 0:  # so that nothing beyond the matrix is
-        held = tiles * _FEATURES * problem.inner // problem.each  # of a workgroup
-        k.prefetch(problem.words, k.group() * held, held * WORD, warps * _WARP)
     place = _Place(
         k.let("warp", k.thread // _WARP),
         k.let("line", k.thread % _WARP // 4),

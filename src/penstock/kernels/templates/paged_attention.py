@@ -198,9 +198,10 @@ def on_gpu(
     width, lanes = math.gcd(sizes.size, _ITEMS), _lanes(sizes.size)
     threads = _threads(sizes.size, sizes.together, capabilities)
     apart = threads // lanes
-    seen = min(sizes.width * sizes.page, sizes.window or sizes.width * sizes.page)
+    reach = sizes.width * sizes.page
     most = 4 if sizes.together <= _FEW_HEADS else 2
-    at_once = max(min(most, seen // sizes.splits // apart), 1)  # positions of a thread
+    share = min(reach, sizes.window or reach) // sizes.splits
+    at_once = max(min(most, share // apart), 1)  # positions of a thread
     unit = Unit(k, sizes, k.group(), table)
     if step is not None:
         step.begin(k, sizes, unit, threads, lanes * width)
@@ -339,12 +340,11 @@ def _join_slots(
                 k.store(sums, place + 1, running[head].sum)
         k.barrier()
         with k.loop(f"item{first}", k.thread, len(heads) * sizes.size, threads) as item:
-            number = k.let(f"number{first}", item // sizes.size)
-            column = k.let(f"column{first}", item % sizes.size)
-            place = column // width * padded + column % width
-            parts = _Parts(slots, number * slots, lanes * padded, place)
-            most, total, result = _weighted(k, sizes, parts, values, sums)
-            _store(k, sizes, unit, number + first, column, (most, total, result))
+            own = k.let(f"own_head{first}", item // sizes.size)
+            column = k.let(f"own_column{first}", item % sizes.size)
+            place_of_item = column // width * padded + column % width
+            parts = _Parts(slots, own * slots, lanes * padded, place_of_item)
+            _store(k, sizes, unit, own + first, column, _weighted(k, sizes, parts, values, sums))
 
 
 def _store(
