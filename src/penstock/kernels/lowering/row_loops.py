@@ -17,6 +17,7 @@ from penstock.kernels.lowering.loop_nest import Lowered
 from penstock.kernels.lowering.partials import Partials
 from penstock.kernels.lowering.sums_of_rows import SumsOfRows
 from penstock.kernels.lowering.values import Value, computed_dtype
+from penstock.kernels.source import WORD, item_size
 
 # Of a GPU.
 _ITEMS = 32  # of a row that a thread has, if there are enough threads, and can keep in registers
@@ -27,6 +28,7 @@ _FEW_THREADS = 128  # of a workgroup with short rows
 _MOST_THREADS = 1024  # that share a row
 _LONG_THREADS = 512  # the same where there are many rows
 _RESIDENT = 1024  # threads that a compute unit should hold; with more, each has too few registers
+_READ_WORDS = 64  # registers for what a thread reads before it computes anything
 _READS = 4  # steps along a row whose items a thread reads before it stores any result
 _BUSY = 256  # threads for each compute unit; where there are fewer, more threads share a row
 # A workgroup that computes a vector before its rows takes rows up to so many times, as long as there are so
@@ -355,7 +357,7 @@ class RowLoops(SumsOfRows):
                 kept[key] = (array, place, stored)
             self.store(results)
 
-        loops = self._loops(body, partials, reductions)
+        loops = self._loops(body, partials, reductions, bool(keep))
         emitter.bodies[0] += [*partials.start(), *loops]
         for node in reductions:
             result = partials.reduce(node)
@@ -363,12 +365,16 @@ class RowLoops(SumsOfRows):
         emitter.kept.update(kept)
 
     def _loops(
-        self, body: Callable[[], None], partials: Partials, reductions: Sequence[Node]
+        self, body: Callable[[], None], partials: Partials, reductions: Sequence[Node], kept: bool
     ) -> list[ir.Statement]:
         emitter, sums = self.emitter, partials.sums
         if self.gpu:
-            loops = self._loops_of_threads(body)
-            return [sums.blocked(loop, _READS if loop.name == "start" else 1)[0] for loop in loops]
+            return [
+                sums.blocked(part, _READS if part.name == "start" else 1)[0]
+                if isinstance(part, ir.For)
+                else part
+                for part in self._loops_of_threads(body, kept)
+            ]
         if not self._inner:
             emitter.lanes, emitter.lane_steps = 1, {}
             body()
@@ -402,36 +408,58 @@ class RowLoops(SumsOfRows):
         loops = partials.loops("column", columns, lanes, body, inside, self.lane_steps(together))
         return [partials.sums.blocked(loop)[0] for loop in loops]
 
-    def _loops_of_threads(self, body: Callable[[], None]) -> list[ir.For]:
+    def _loops_of_threads(self, body: Callable[[], None], kept: bool) -> list[ir.Statement]:
+        """The steps of a thread along its row; `kept`: some of what it reads stays in registers anyway.
+
+        Loads come first where there is a store, which might alias them, so that no compiler moves them before
+        it, and where a compiler would save registers by waiting for some before it issues the others.
+        """
         emitter, columns, lanes = self.emitter, self.group.columns, self.lanes
         inside = self.unpack("column", self._inner, 1)
         emitter.depth_of["slot"], emitter.variables.lengths["slot"] = 1, columns
         emitter.lane_steps["slot"] = 1
         body()
         step = self._threads * lanes
-        if self._fits_registers():
-            return [self._step_loop(ir.Var("rank") * lanes, self._steps(), [*inside, *emitter.leave()])]
         read = emitter.computed([node for node in self.group.inputs if node.size >= columns])
-        statements = [*inside, *emitter.leave()]
-        start = ir.Var("rank") * lanes
+        statements, start = [*inside, *emitter.leave()], ir.Var("rank") * lanes
+        if self._fits_registers():
+            nodes = [node for (node, _), _ in read]
+            if kept or self._steps() == 1 or not nodes or self._words(nodes) > _READ_WORDS:
+                return [self._step_loop(start, self._steps(), statements)]
+            return self._loads_first(start, self._steps(), inside, read, body)
         if not any(isinstance(statement, ir.Store) for statement in statements):
             trips = self._steps()
             return [ir.loop("column", start, columns, statements, step=step, unrolled=_READS, trips=trips)]
-        # No compiler moves a load before a store that might alias it, so all loads come first.
-        slot = variable("slot")
-        arrays = {key: (emitter.name("read"), slot, self._kept_dtype(key[0])) for key, _ in read}
-        registers = [ir.RegisterArray(name, dtype, _READS * lanes) for name, _, dtype in arrays.values()]
-        for key, (name, _, dtype) in arrays.items():
-            emitter.store(name, dtype, slot, emitter.value(*key), lanes)
-        reads = self._step_loop(ir.Var("start"), _READS, [*inside, *emitter.leave()])
-        emitter.kept.update(arrays)
-        body()
-        rest = self._step_loop(ir.Var("start"), _READS, [*inside, *emitter.leave()])
-        for key in arrays:
-            del emitter.kept[key]
-        parts: list[ir.Statement] = [*registers, reads, rest]
+        parts = self._loads_first(ir.Var("start"), _READS, inside, read, body)
         trips = -(-self._steps() // _READS)
         return [ir.loop("start", start, columns, parts, step=step * _READS, unrolled=1, trips=trips)]
+
+    def _words(self, nodes: Sequence[Node]) -> int:
+        """How many registers a thread's items of some nodes take."""
+        return sum(self._own_items() * item_size(self._kept_dtype(node)) // WORD for node in nodes)
+
+    def _loads_first(
+        self,
+        start: ir.Expr,
+        turns: int,
+        inside: list[ir.Statement],
+        read: Sequence[tuple[tuple[Node, Coords], Value]],
+        body: Callable[[], None],
+    ) -> list[ir.Statement]:
+        """Steps of a thread along its row: all of what it reads, and then what is computed from it."""
+        emitter, lanes = self.emitter, self.lanes
+        slot = variable("slot")
+        arrays = {key: (emitter.name("read"), slot, self._kept_dtype(key[0])) for key, _ in read}
+        registers = [ir.RegisterArray(name, dtype, turns * lanes) for name, _, dtype in arrays.values()]
+        for key, (name, _, dtype) in arrays.items():
+            emitter.store(name, dtype, slot, emitter.value(*key), lanes)
+        reads = self._step_loop(start, turns, [*inside, *emitter.leave()])
+        emitter.kept.update(arrays)
+        body()
+        rest = self._step_loop(start, turns, [*inside, *emitter.leave()])
+        for key in arrays:
+            del emitter.kept[key]
+        return [*registers, reads, rest]
 
     def _step_loop(self, start: ir.Expr, turns: int, statements: list[ir.Statement]) -> ir.For:
         """`turns` steps of a thread along its row, unrolled."""
