@@ -108,7 +108,7 @@ class Storing:
             if node.primitive.is_slow and node not in self.stored:
                 self._store_instead(node, cluster)
         for node in reversed(cluster.nodes):
-            if node in self.stored and not self._must_stay(node):
+            if node in self.stored and node not in self._clustering.required:
                 self._store_narrow(node, cluster)
         for node in cluster.nodes:
             if node in self.stored and not self._must_stay(node):

@@ -93,18 +93,20 @@ class _Operands:
     def begin(self, k: KernelBuilder, sizes: Sizes, unit: Unit, threads: int, padded: int) -> None:
         """See `Step`."""
         self._sizes, self._threads, self._padded = sizes, threads, padded
-        self._queries = self._filled(k, "queries", 0, unit.row, unit.head, sizes.together)
-        self._key, self._value = (
-            self._filled(k, name, at, unit.row, unit.key_head, 1) for at, name in ((1, "key"), (2, "value"))
-        )
+        # Each warp waits for as few of them as possible.
+        self._queries = self._filled(k, "queries", 0, unit.row, unit.head, sizes.together, 0)
+        self._key = self._filled(k, "key", 1, unit.row, unit.key_head, 1, threads // 2)
+        self._value = self._filled(k, "value", 2, unit.row, unit.key_head, 1, threads // 4)
+        k.barrier()
 
     def _filled(
-        self, k: KernelBuilder, name: str, operand: int, row: ir.Expr, head: ir.Expr, heads: int
+        self, k: KernelBuilder, name: str, operand: int, row: ir.Expr, head: ir.Expr, heads: int, before: int
     ) -> Memory:
-        """Some heads of an operand, from `head` on, in local memory."""
+        """Some heads of an operand, from `head` on, in local memory; the last `before` threads come first."""
         size, padded = self._sizes.size, self._padded
         memory = k.shared(f"own_{name}", self._sizes.type, heads * padded)
-        with k.loop(f"item_of_{name}", k.thread, heads * padded, self._threads) as item:
+        start = (k.thread + before) % self._threads if before else k.thread
+        with k.loop(f"item_of_{name}", start, heads * padded, self._threads) as item:
             column = k.let(f"column_of_{name}", item % padded)
             if padded > size:
                 k.store(memory, item, 0.0)

@@ -175,13 +175,13 @@ PAIR_FUNCTIONS(FLOAT16, "f16", 0x64006400, 0x3c003c00, 0xe408e408)
 """
 # The first barrier orders what all threads of a workgroup wrote before the fence of this thread, as in CUDA's
 # own barriers of grids.
+# The last of `count` workgroups sets the counter back to 0. What all of them wrote before is visible to it.
 _LAST = """
 DEVICE int COMES_LAST(const int *counter, int count) {
-    __threadfence();
-    int last = atomicAdd((int *)counter, 1) == count - 1;
-    if (last) *(volatile int *)counter = 0;
-    __threadfence();
-    return last;
+    uint before;
+    asm volatile("atom.inc.acq_rel.gpu.global.u32 %0, [%1], %2;"
+                 : "=r"(before) : "l"(counter), "r"(count - 1) : "memory");
+    return before == count - 1;
 }
 """
 

@@ -124,15 +124,21 @@ class Unit:
         first = k.let("first", start + self.split * share)
         return first, k.let("stop", k.call("minimum", first + share, stop))
 
+    def page(self, position: Expr) -> Expr:
+        """The page of a position."""
+        sizes = self._sizes
+        at = self.row * sizes.width + position // sizes.page
+        return self._k.call("maximum", self._k.load_index(self._table, at, sizes.pages), 0)
+
+    def place_in(self, page: Expr, position: Expr) -> Expr:
+        """Where the keys of a position begin, given its page."""
+        sizes = self._sizes
+        row = (page * sizes.key_heads + self.key_head) * sizes.page + position % sizes.page
+        return row * sizes.size
+
     def place(self, position: Expr) -> Expr:
         """Where the keys of a position begin."""
-        k, sizes = self._k, self._sizes
-        at = self.row * sizes.width + position // sizes.page
-        page = k.let(k.fresh("page"), k.load_index(self._table, at, sizes.pages))
-        row = (
-            k.call("maximum", page, 0) * sizes.key_heads + self.key_head
-        ) * sizes.page + position % sizes.page
-        return row * sizes.size
+        return self.place_in(self._k.let(self._k.fresh("page"), self.page(position)), position)
 
     @property
     def values(self) -> int:
@@ -202,56 +208,83 @@ def on_gpu(
     most = 4 if sizes.together <= _FEW_HEADS else 2
     share = min(reach, sizes.window or reach) // sizes.splits
     at_once = max(min(most, share // apart), 1)  # positions of a thread
+    joined = threads * (width + 1) * item_size(sizes.type)  # bytes of a head
+    folded = 0 if dialect_of(capabilities).shuffles else threads * item_size(sizes.type)
+    room = capabilities.local_bytes - ((sizes.together + 2) * lanes * width + 4) * item_size(sizes.type)
+    while at_once > 1 and sizes.together * (at_once + 1) * folded + joined > room:
+        at_once //= 2
+    heads = (room - sizes.together * (at_once + 1) * folded) // joined
     unit = Unit(k, sizes, k.group(), table)
-    if step is not None:
-        step.begin(k, sizes, unit, threads, lanes * width)
-    known = k.shared("known", "int32", 2)
-    with k.when(k.thread.eq(0)):
-        k.store(known, 0, k.load(positions, unit.query))
-        k.store(known, 1, 0 if step is None else step.puts(k, unit))
-    last = k.uniform("last", known)
+    last, puts = _known(k, sizes, unit, positions, step, dialect_of(capabilities).shuffles)
     start, stop = unit.positions(last)
     slot = k.let("slot", k.thread // lanes)
     column = k.let("column", k.thread % lanes * width)
     inside = column < sizes.size if lanes * width > sizes.size else None
+    stored = stop
+    if puts is not None:
+        new = k.let("put_here", k.select(stop.eq(last + 1) & (start <= last), puts, 0))
+        stored = k.let("stored", stop - new)
+
+    def clipped(base: Expr, number: int) -> Expr:
+        position = k.call("minimum", base + (slot + number * apart), stored - 1)
+        return k.call("maximum", position, 0)
 
     def vector(name: str, memory: Memory, index: Expr) -> Var:
         if width == 1:
             return k.let(name, k.load(memory, index, inside))
         return k.let(name, k.load_vector(memory, index, width, width, inside))
 
+    # The pages of the next positions are looked up before keys are waited for.
+    ahead = [k.variable(f"page{number}", unit.page(clipped(start, number))) for number in range(at_once)]
     if step is None:
         queries = [
             vector(f"query{head}", k.inputs[0], unit.head_row(head) * sizes.size + column)
             for head in range(sizes.together)
         ]
-        stored = stop
     else:
+        step.begin(k, sizes, unit, threads, lanes * width)
         queries = [step.query(k, head, column, width) for head in range(sizes.together)]
-        new = k.let("put_here", k.select(stop.eq(last + 1) & (start <= last), k.uniform("puts", known, 1), 0))
-        stored = k.let("stored", stop - new)
     running = [_Running(k, sizes, head, width) for head in range(sizes.together)]
     with k.loop("base", start, stored, apart * at_once) as base:
         keys, values, masks = [], [], []
-        for number in range(at_once):
-            position = k.let(f"position{number}", base + (slot + number * apart))
-            masks.append(k.let(f"seen{number}", position < stored))
-            clipped = k.let(f"clipped{number}", k.call("minimum", position, stored - 1))
-            place = k.let(f"place{number}", unit.place(clipped) + column)
+        for number, page in enumerate(ahead):
+            masks.append(k.let(f"seen{number}", base + (slot + number * apart) < stored))
+            position = k.let(f"position{number}", clipped(base, number))
+            place = k.let(f"place{number}", unit.place_in(page, position) + column)
             keys.append(vector(f"key{number}", pages, place))
             values.append(vector(f"value{number}", pages, place + unit.values))
+        for number, page in enumerate(ahead):
+            k.assign(page, unit.page(clipped(base + apart * at_once, number)))
         _take(k, sizes, unit, running, queries, (keys, values, masks), (threads, lanes, width))
     if step is not None:
         key, value = step.pair(k, column, width)
         seen = k.let("is_new", new.eq(1) & slot.eq(0))
         _take(k, sizes, unit, running, queries, ([key], [value], [seen]), (threads, lanes, width))
         step.put(k, unit, last, new.eq(1))
-    _join_slots(k, sizes, unit, running, (threads, lanes, width), capabilities.local_bytes)
+    _join_slots(k, sizes, unit, running, (threads, lanes, width), max(min(heads, sizes.together), 1))
     if step is not None:
         step.finish(k, unit)
     quick = sizes.dtype in HALF_PRECISION
     resident = max(_RESIDENT // threads, 1) if threads > _THREADS else 1
     return k.source((sizes.units * sizes.splits,), (threads,), resident, quick)
+
+
+def _known(
+    k: KernelBuilder, sizes: Sizes, unit: Unit, positions: Memory, step: Step | None, shuffles: bool
+) -> tuple[Expr, Expr | None]:
+    """The last position that a workgroup attends to, and whether a step puts it, 1 or 0.
+
+    Where threads exchange values by barriers, these have to be the same for all of them by rule.
+    """
+    if shuffles:
+        last = k.let("last", k.load(positions, unit.query))
+        return last, None if step is None else k.let("puts", step.puts(k, unit))
+    known = k.shared("known", "int32", 2)
+    with k.when(k.thread.eq(0)):
+        k.store(known, 0, k.load(positions, unit.query))
+        k.store(known, 1, 0 if step is None else step.puts(k, unit))
+    last = k.uniform("last", known)
+    return last, None if step is None else k.uniform("puts", known, 1)
 
 
 def _take(
@@ -316,14 +349,12 @@ def _join_slots(
     unit: Unit,
     running: Sequence[_Running],
     shape: tuple[int, int, int],
-    local_bytes: int,
+    together: int,
 ) -> None:
-    """Combine what the threads of a workgroup have, and store it; as many heads at a time as have room."""
+    """Combine what the threads of a workgroup have, and store it; so many heads at a time."""
     threads, lanes, width = shape
     slots = threads // lanes
     padded = width + 1  # threads that store at once use banks of their own
-    room = local_bytes // 2 // (threads * padded * item_size(sizes.type))
-    together = max(min(sizes.together, room), 1)
     values = k.shared("merged", sizes.type, together * threads * padded)
     sums = k.shared("slot_sums", sizes.type, together * slots * 2)
     for first in range(0, sizes.together, together):
