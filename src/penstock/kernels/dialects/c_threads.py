@@ -113,7 +113,7 @@ class ThreadPrinter(CPrinter):
         index, words, count = self.addend(load.index), f"{name}_words", _word_count(load)
         if not count:
             return [self._named(load.type, name, self.load(load, index))]
-        loads = _accesses("LOAD", load, index, words)
+        loads = _accesses("LOAD_ONCE" if load.once else "LOAD", load, index, words)
         if load.mask is not None:
             loads = f"EACH_LANE({count}) {words}[l_] = 0; if ({self.expr(load.mask)}) {{ {loads} }}"
         self._words[name, load.stored] = words

@@ -90,6 +90,10 @@ _THREADS = """
 #define BITS_DOUBLE(u) __longlong_as_double(u)
 #define DOUBLE_BITS(x) ((ulong)__double_as_longlong(x))
 #define LOCAL_ADD(counter, more) atomicAdd(&counter, more)
+// Large matrices would drive what is read again out of the cache of a multiprocessor.
+#define LOAD_ONCE_4(words, at, from) \\
+    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" \\
+        : "=r"(words[at]), "=r"(words[at + 1]), "=r"(words[at + 2]), "=r"(words[at + 3]) : "l"(from));
 #define FORGET(word) asm volatile("" : "+r"(word))
 #define FOLD_THREADS(type, x, combined, array, threads) \\
     _Pragma("unroll") for (int half_ = (threads < 32 ? threads : 32) / 2; half_ > 0; half_ /= 2) { \\

@@ -117,6 +117,7 @@ _THREADS = """
 #define BFLOAT16_PAIR(a, b) TWO_SHORTS(TO_BFLOAT16(a), TO_BFLOAT16(b))
 #define UNIT_FLOAT(word, mask) BITS_FLOAT(((word) & (mask)) | 0x3f800000)
 #define LOCAL_ADD(counter, more) atomic_add(&counter, more)
+#define LOAD_ONCE_4 LOAD_4
 #define FORGET(word)
 #define NEGATE_INT8(x) ((char)(0 - (uchar)(x)))
 #define NEGATE_INT16(x) ((short)(0 - (ushort)(x)))

@@ -14,6 +14,8 @@ THREAD_WORDS = """
 #define LOAD_4(words, at, from) \\
     { uint4 all_ = *(GLOBAL const uint4 *)(from); \\
       words[at] = all_.x; words[at + 1] = all_.y; words[at + 2] = all_.z; words[at + 3] = all_.w; }
+#define LOAD_ONCE_1 LOAD_1
+#define LOAD_ONCE_2 LOAD_2
 #define STORE_1(words, at, to) *(GLOBAL uint *)(to) = words[at];
 #define STORE_2(words, at, to) \\
     { uint2 all_; all_.x = words[at]; all_.y = words[at + 1]; *(GLOBAL uint2 *)(to) = all_; }

@@ -261,6 +261,7 @@ class Load(Expr):
     step: Steps = 0
     aligned: int = 1  # the index is a multiple of it
     mask: Expr | None = None  # where it is false, nothing is read and the value is 0
+    once: bool = False  # no other thread reads this memory, and none writes it
 
 
 class LoadIndex(Expr):

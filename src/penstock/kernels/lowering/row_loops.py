@@ -15,6 +15,7 @@ from penstock.kernels import ir
 from penstock.kernels.lowering.blocks import depends_on_order
 from penstock.kernels.lowering.loop_nest import Lowered
 from penstock.kernels.lowering.partials import Partials
+from penstock.kernels.lowering.streaming import hinted, read_once, shared_vector
 from penstock.kernels.lowering.sums_of_rows import SumsOfRows
 from penstock.kernels.lowering.values import Value, computed_dtype
 from penstock.kernels.source import WORD, item_size
@@ -30,11 +31,11 @@ _LONG_THREADS = 512  # the same where there are many rows
 _RESIDENT = 1024  # threads that a compute unit should hold; with more, each has too few registers
 _READ_WORDS = 64  # registers for what a thread reads before it computes anything
 _READS = 4  # steps along a row whose items a thread reads before it stores any result
-_BUSY = 256  # threads for each compute unit; where there are fewer, more threads share a row
+_BUSY = 240  # threads for each compute unit; where there are fewer, more threads share a row
 # A workgroup that computes a vector before its rows takes rows up to so many times, as long as there are so
 # many workgroups for each compute unit.
-_MOST_TURNS = 16
-_VECTOR_GROUPS = 8
+_MOST_TURNS = 4
+_VECTOR_GROUPS = 6
 _NOWHERE = Index((), -1)  # the index of column sums, which no load has, so that they overwrite no input
 _ENOUGH = 0.9  # share of a row's threads that should have an item at every step
 
@@ -87,7 +88,13 @@ class RowLoops(SumsOfRows):
         if self.gpu:
             self.take_lanes(self._inner)
             self._threads, together = self._divide(rows)
-            part_rows = self._part_rows() or together * self._turns(-(-rows // together))  # of a workgroup
+            # A row at a time, a workgroup would read as much of a vector as of a matrix.
+            keeps = together == 1 and not self._of_vector and self._fits_registers()
+            self._shared = shared_vector(self.group, rows * columns) if keeps else []
+            turns = self._turns(-(-rows // together))
+            part_rows = self._part_rows() or together * turns  # of a workgroup
+            if turns == 1:
+                self._shared = []
             kernel.grid, kernel.group = (-(-rows // part_rows),), (self._threads * together,)
             self._uneven = rows % part_rows > 0  # some workgroups would have rows beyond the last
             if self._threads > _FEW_THREADS:
@@ -120,6 +127,8 @@ class RowLoops(SumsOfRows):
             elif part_rows > together:
                 kernel.body = [self._over_rows(kernel.body, part_rows, together)]
             kernel.body = [ir.Let("rank", ir.THREAD % self._threads), *before_rows, *kernel.body]
+            if sum(any(self._results_of(stage)) for stage in range(self._first_pass, passes)) == 1:
+                kernel.body = hinted(kernel.body, self.group, read_once(self.group, rows * columns))
         else:
             part = self.chunk(rows, self.tasks(rows, rows * columns))
             kernel.body = [*part, ir.loop("row", ir.Var("begin"), ir.Var("end"), emitter.bodies[0])]
@@ -165,10 +174,9 @@ class RowLoops(SumsOfRows):
 
     def _turns(self, times: int) -> int:
         """How often a workgroup takes rows, of so many times in all, so that it computes a vector rarely."""
-        turns = 1
+        turns, most = 1, _MOST_TURNS if self._of_vector else 2 if self._shared else 1
         while (
-            self._of_vector
-            and turns < _MOST_TURNS
+            turns < most
             and (times % (2 * turns) == 0 or self._may_be_uneven())
             and times // (2 * turns) >= _VECTOR_GROUPS * self.units
         ):
@@ -177,7 +185,7 @@ class RowLoops(SumsOfRows):
 
     def _vector_passes(self) -> list[ir.Statement]:
         """What is computed before the rows: the vector that all of them read, which stays in registers."""
-        if not self._of_vector:
+        if not self._of_vector and not self._shared:
             return []
         emitter = self.emitter
         emitter.bodies[0] = []
@@ -187,8 +195,10 @@ class RowLoops(SumsOfRows):
             self._pass(stage, [])
         if self._fits_registers():
             emitter.stage = self._first_pass
-            self._pass(self._first_pass, self._vectors(), whole=False)
+            self._pass(self._first_pass, self._shared or self._vectors(), whole=False)
         self._number = number
+        if self._shared:
+            return emitter.bodies[0]
         # Threads exchange values in local memory, which the rows reuse.
         return [*emitter.bodies[0], ir.Barrier()]
 
@@ -420,7 +430,8 @@ class RowLoops(SumsOfRows):
         emitter.lane_steps["slot"] = 1
         body()
         step = self._threads * lanes
-        read = emitter.computed([node for node in self.group.inputs if node.size >= columns])
+        inputs = [node for node in self.group.inputs if node.size >= columns]
+        read = [pair for pair in emitter.computed(inputs) if pair[0] not in emitter.kept]
         statements, start = [*inside, *emitter.leave()], ir.Var("rank") * lanes
         if self._fits_registers():
             nodes = [node for (node, _), _ in read]

@@ -27,7 +27,8 @@ _WARP = 32
 _FEATURES, _ROWS = 16, 8  # of a tile
 _ITEMS = 32  # neighbouring inputs of a thread
 _CHUNK = 4 * _ITEMS  # inputs of a warp
-_FEW_WARPS, _MOST_WARPS = 8, 16  # of a workgroup; more, where there are few workgroups
+_WARPS = 8, 16, 32  # of a workgroup; more, where there are few workgroups, so that all inputs are read at once
+_FEW_TILES = 2, 8  # for each compute unit: with fewer, a workgroup has 32 or 16 warps for a single tile
 _WORDS = 4  # that a thread reads at once
 
 
@@ -44,9 +45,10 @@ def tensor_packed(
     k: KernelBuilder, problem: PackedProblem, capabilities: Capabilities, epilogue: Epilogue
 ) -> KernelSource:
     """A workgroup computes some tiles of features, of all rows. Its warps divide the inputs among them."""
-    few = ceil(problem.columns / (2 * _FEATURES)) < capabilities.compute_units
+    tiles_of_unit = problem.columns / _FEATURES / capabilities.compute_units
+    few = sum(tiles_of_unit < limit for limit in _FEW_TILES)
     tiles, chunks = 1 if few else 2, ceil(problem.inner / _CHUNK)
-    warps = min(_MOST_WARPS if few else _FEW_WARPS, chunks)
+    warps = min(_WARPS[few], chunks, capabilities.max_group_size // _WARP)
     steps, row_tiles = ceil(chunks / warps), ceil(problem.rows / _ROWS)
     place = _Place(
         k.let("warp", k.thread // _WARP),
