@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from penstock.drivers.driver import Capabilities
 from penstock.fusion.groups import Group
 from penstock.fusion.index import ZERO, Variables, variable
@@ -13,7 +15,8 @@ from penstock.kernels.dialects import dialect_of
 from penstock.kernels.dialects.dialect import MANY_STEPS
 from penstock.kernels.lowering.emitter import Emitter
 from penstock.kernels.templates.launches import Launch, Lowering
-from penstock.kernels.templates.paged_attention import Sizes, Unit, combined, combining, on_gpu, sizes_of
+from penstock.kernels.templates.paged_attention import on_gpu
+from penstock.kernels.templates.paged_units import Sizes, Unit, combined, combining, sizes_of
 from penstock.kernels.templates.update import copying
 
 _NAMES = ("own_row", "own_head", "own_item")  # the variables of an operand's items
@@ -138,6 +141,13 @@ class _Operands:
     def query(self, k: KernelBuilder, head: int, column: ir.Expr, width: int) -> ir.Var:
         """See `Step`."""
         return self._read(k, f"query{head}", self._queries, column + head * self._padded, width)
+
+    def item(
+        self, k: KernelBuilder, name: Literal["queries", "key", "value"], head: ir.Expr, column: ir.Expr
+    ) -> ir.Expr:
+        """See `Step`."""
+        memory = {"queries": self._queries, "key": self._key, "value": self._value}[name]
+        return k.load(memory, head * self._padded + column)
 
     def puts(self, k: KernelBuilder, unit: Unit) -> ir.Expr:
         """See `Step`."""

@@ -27,7 +27,11 @@ _WARP = 32
 _FEATURES, _ROWS = 16, 8  # of a tile
 _ITEMS = 32  # neighbouring inputs of a thread
 _CHUNK = 4 * _ITEMS  # inputs of a warp
-_WARPS = 8, 16, 32  # of a workgroup; more, where there are few workgroups, so that all inputs are read at once
+_WARPS = (
+    8,
+    16,
+    32,
+)  # of a workgroup; more, where there are few workgroups, so that all inputs are read at once
 _FEW_TILES = 2, 8  # for each compute unit: with fewer, a workgroup has 32 or 16 warps for a single tile
 _WORDS = 4  # that a thread reads at once
 

@@ -1,0 +1,247 @@
+"""Attention of few queries to pages on tensor cores: a warp has 16 positions at a time.
+
+Heads of queries that share keys are the rows of a tile; the other half of its rows stays empty. A product of
+tiles adds over items of a head, or over positions, and any order of them does, as long as both operands
+agree: so each thread reads neighbouring items, and nothing is exchanged. Weights are rounded to the dtype of
+the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.drivers.driver import Capabilities
+from penstock.kernels.builder import KernelBuilder, Memory
+from penstock.kernels.ir.expressions import Const, Expr, Type, Var
+from penstock.kernels.source import KernelSource
+from penstock.kernels.templates.paged_operands import LOWEST
+from penstock.kernels.templates.paged_units import (
+    MORE_THREADS,
+    RESIDENT,
+    TILE,
+    Parts,
+    Sizes,
+    Step,
+    Unit,
+    known,
+    store_item,
+    weighted,
+)
+
+_WARP = 32
+_WARPS = MORE_THREADS // _WARP
+_WORDS = 4  # that a thread reads at once, of two items each
+_PAIRS = (0, 1, 8, 9)  # the positions of a tile whose values and scores a thread has, apart from its part
+_MOST_BLOCKS = {64: 2, 128: 1}  # tiles of positions that a warp reads at a time, by the size of a head
+_NONE = Const(0, Type("uint32"))  # two items of the empty rows
+
+
+def by_tiles(
+    k: KernelBuilder, sizes: Sizes, capabilities: Capabilities, memories: Sequence[Memory], step: Step | None
+) -> KernelSource:
+    """The kernel of a split of a group of heads; `memories` are those of pages, table and positions."""
+    pages, table, positions = memories
+    unit = Unit(k, sizes, k.group(), table)
+    last, puts = known(k, sizes, unit, positions, step, True)
+    begin, start, stop = unit.tiles_of_positions(last, TILE)
+    stored, new = stop, None
+    if puts is not None:
+        new = k.let("put_here", k.select(stop.eq(last + 1) & (start <= last), puts, 0))
+        stored = k.let("stored", stop - new)
+    warp = _Warp(k, sizes, unit, Memory(pages.name, "uint32"), (begin, stored))
+    reach = sizes.width * sizes.page
+    share = min(reach, sizes.window or reach) // sizes.splits
+    blocks = max(min(_MOST_BLOCKS[sizes.size], share // (_WARPS * TILE)), 1)
+    each = _WARPS * blocks * TILE
+    # The pages of the next positions are looked up before keys are waited for.
+    ahead = [k.variable(f"page{block}", warp.page(start, block, blocks)) for block in range(blocks)]
+    if step is not None:
+        step.begin(k, sizes, unit, MORE_THREADS, sizes.size)
+    warp.take_queries(step)
+    with k.loop("base", start, stored, each) as base:
+        read = [warp.read(base, block, blocks, page) for block, page in enumerate(ahead)]
+        for block, page in enumerate(ahead):
+            k.assign(page, warp.page(base + each, block, blocks))
+        for tile in read:
+            warp.take(tile)
+    if step is not None and new is not None:
+        step.put(k, unit, last, new.eq(1))
+    _join(k, sizes, unit, warp, step, new)
+    if step is not None:
+        step.finish(k, unit)
+    return k.source((sizes.units * sizes.splits,), (MORE_THREADS,), RESIDENT // MORE_THREADS, True)
+
+
+class _Block:
+    """What a thread read of a tile of positions."""
+
+    def __init__(self) -> None:
+        self.keys: list[list[Expr]] = []  # of both halves of the positions, in words
+        self.values: list[list[Expr]] = []  # of four positions
+        self.seen: list[Var] = []  # whether these are attended to
+
+
+class _Warp:
+    """What a warp knows of its positions so far."""
+
+    def __init__(
+        self, k: KernelBuilder, sizes: Sizes, unit: Unit, words: Memory, bounds: tuple[Expr, Expr]
+    ) -> None:
+        self._k, self._sizes, self._unit, self._words, self._bounds = k, sizes, unit, words, bounds
+        self.number = k.let("warp", k.thread // _WARP)
+        self.line = k.let("line", k.thread % _WARP // 4)  # a head, or a position, of 8
+        self.part = k.let("part", k.thread % 4)
+        zero = Const(0.0, Type("float32"))
+        self.most = k.variable("most", Const(LOWEST, Type("float32")))
+        self.sum = k.variable("sum", zero)
+        self.results = [
+            [k.variable(f"result{tile}_{item}", zero) for item in range(4)] for tile in range(sizes.size // 8)
+        ]
+
+    def _start(self, base: Expr, block: int, blocks: int) -> Expr:
+        """The first position of a tile of the warp."""
+        return base + (self.number * blocks + block) * TILE
+
+    def page(self, base: Expr, block: int, blocks: int) -> Expr:
+        """The page of a tile; that of the last position for tiles beyond."""
+        k = self._k
+        within = k.call("minimum", self._start(base, block, blocks), self._bounds[1] - 1)
+        return self._unit.page(k.call("maximum", within, 0))
+
+    def take_queries(self, step: Step | None) -> None:
+        """Have the queries of a head in registers."""
+        k, sizes, unit = self._k, self._sizes, self._unit
+        head = k.let("own_query", k.call("minimum", self.line, sizes.together - 1))
+        self._queries: list[Var] = []
+        for pair in range(sizes.size // 8):
+            column = self.part * (sizes.size // 4) + 2 * pair
+            items = [
+                k.load(k.inputs[0], unit.head_row(head) * sizes.size + (column + item))
+                if step is None
+                else step.item(k, "queries", head, column + item)
+                for item in range(2)
+            ]
+            word: Expr = self._paired(items[0], items[1])
+            if sizes.together < 8:
+                word = k.select(self.line < sizes.together, word, _NONE)
+            self._queries.append(k.let(f"query{pair}", word))
+
+    def read(self, base: Expr, block: int, blocks: int, page: Expr) -> _Block:
+        """Read the keys and values of a tile of positions."""
+        k, sizes, result = self._k, self._sizes, _Block()
+        start = k.let(f"start{block}", self._start(base, block, blocks))
+        place = k.let(f"place{block}", self._unit.place_in(page, start))
+        for half in range(2):
+            row = place + (self.line + half * 8) * sizes.size + self.part * (sizes.size // 4)
+            result.keys.append(self._read(f"key{block}_{half}", row, sizes.size // 8, None))
+        begin, stored = self._bounds
+        for number, offset in enumerate(_PAIRS):
+            own = k.let(f"own{block}_{number}", self.part * 2 + offset)
+            position = start + own
+            seen = k.let(f"seen{block}_{number}", (position >= begin) & (position < stored))
+            row = place + (own * sizes.size + self.line * (sizes.size // 8) + self._unit.values)
+            # What was never written might be no number.
+            result.values.append(self._read(f"value{block}_{number}", row, sizes.size // 16, seen))
+            result.seen.append(seen)
+        return result
+
+    def _read(self, name: str, place: Expr, words: int, mask: Expr | None) -> list[Expr]:
+        """Words of pages, from an item on."""
+        k, result = self._k, list[Expr]()
+        for first in range(0, words, _WORDS):
+            load = k.load_vector(self._words, place + 2 * first, _WORDS, aligned=_WORDS, mask=mask)
+            read = k.let(f"{name}_{first}", load)
+            result += [k.lane(read, word) for word in range(_WORDS)]
+        return result
+
+    def take(self, block: _Block) -> None:
+        """Take the positions of a tile."""
+        k, dtype = self._k, self._sizes.dtype
+        scores: list[Expr] = []
+        for half, keys in enumerate(block.keys):
+            totals = [k.variable(k.fresh("product"), 0.0, "float32") for _ in range(4)]
+            for at in range(0, len(keys), 2):
+                left = [self._queries[at], _NONE, self._queries[at + 1], _NONE]
+                k.multiply_tiles(totals, left, keys[at : at + 2], dtype)
+            for item in range(2):
+                seen = block.seen[2 * half + item]
+                score = k.select(seen, self._unit.score(totals[item]), LOWEST)
+                scores.append(k.let(k.fresh("score"), score))
+        most: Expr = self.most
+        for score in scores:
+            most = k.call("maximum", most, score)
+        own = k.variable(k.fresh("own_most"), most)
+        most = k.block_reduce(k.fresh("new_most"), "max", own, MORE_THREADS, 4)
+        factor = k.let(k.fresh("factor"), k.call("exp", self.most - most))
+        k.assign(self.most, most)
+        k.assign(self.sum, self.sum * factor)
+        weights: list[Expr] = []
+        for score, seen in zip(scores, block.seen, strict=True):
+            weight = k.let(k.fresh("weight"), k.select(seen, k.call("exp", score - most), 0.0))
+            k.assign(self.sum, self.sum + weight)
+            weights.append(weight)
+        left = [self._paired(*weights[:2]), _NONE, self._paired(*weights[2:]), _NONE]
+        left = [k.let(k.fresh("weights"), word) if word is not _NONE else word for word in left]
+        for tile, result in enumerate(self.results):
+            for item in range(2):
+                k.assign(result[item], result[item] * factor)
+            word, halves = tile // 2, "high_halves" if tile % 2 else "low_halves"
+            rows = [values[word] for values in block.values]
+            right = [k.call(halves, rows[pair], rows[pair + 1]) for pair in (0, 2)]
+            k.multiply_tiles(result, left, right, dtype)
+
+    def _paired(self, low: Expr, high: Expr) -> Expr:
+        return self._k.call(f"paired_{self._sizes.dtype}", low, high, dtype="uint32")
+
+
+def _join(
+    k: KernelBuilder, sizes: Sizes, unit: Unit, warp: _Warp, step: Step | None, new: Expr | None
+) -> None:
+    """Combine what warps have, and the position that a step puts, and store it."""
+    slots = _WARPS + (step is not None)
+    values = k.shared("merged", "float32", sizes.together * slots * sizes.size)
+    sums = k.shared("slot_sums", "float32", sizes.together * slots * 2)
+    total = k.block_reduce("warp_sum", "sum", warp.sum, MORE_THREADS, 4)
+    with k.when(warp.line < sizes.together):
+        slot = k.let("slot", warp.line * slots + warp.number)
+        for tile, result in enumerate(warp.results):
+            for number in range(2):
+                place = (warp.part * 2 + number) * (sizes.size // 8) + tile
+                k.store(values, slot * sizes.size + place, result[number])
+        with k.when(warp.part.eq(0)):
+            k.store(sums, slot * 2, warp.most)
+            k.store(sums, slot * 2 + 1, total)
+    if step is not None and new is not None:
+        _take_new(k, sizes, unit, warp, step, new, values, sums)
+    k.barrier()
+    with k.loop("item", k.thread, sizes.together * sizes.size, MORE_THREADS) as item:
+        head, column = k.let("own_head", item // sizes.size), k.let("own_column", item % sizes.size)
+        parts = Parts(slots, head * slots, sizes.size, column)
+        store_item(k, sizes, unit, head, column, weighted(k, sizes, parts, values, sums))
+
+
+def _take_new(
+    k: KernelBuilder,
+    sizes: Sizes,
+    unit: Unit,
+    warp: _Warp,
+    step: Step,
+    new: Expr,
+    values: Memory,
+    sums: Memory,
+) -> None:
+    """The position that a step puts is as good as a warp's; each head's score is computed by a warp."""
+    lane, slots = k.let("lane", k.thread % _WARP), _WARPS + 1
+    head = k.let("head_of_warp", k.call("minimum", warp.number, sizes.together - 1))
+    product = k.variable("product_of_new", 0.0, "float32")
+    for first in range(0, sizes.size, _WARP):
+        query = step.item(k, "queries", head, lane + first)
+        k.multiply_add(product, query, step.item(k, "key", Const(0), lane + first))
+    score = k.block_reduce("score_of_new", "sum", product, MORE_THREADS, _WARP)
+    with k.when(lane.eq(0) & (warp.number < sizes.together)):
+        slot = k.let("slot_of_new", head * slots + _WARPS)
+        k.store(sums, slot * 2, k.select(new.eq(1), unit.score(score), LOWEST))
+        k.store(sums, slot * 2 + 1, k.select(new.eq(1), 1.0, 0.0))
+    with k.loop("new_item", k.thread, sizes.together * sizes.size, MORE_THREADS) as item:
+        place = (item // sizes.size * slots + _WARPS) * sizes.size + item % sizes.size
+        k.store(values, place, step.item(k, "value", Const(0), item % sizes.size))
