@@ -41,8 +41,8 @@ def kind(group: Group, lowering: Lowering | None, capabilities: Capabilities) ->
         return None
     source = lowering.launches[0].source
     if source.arrays:  # which take local memory from all workgroups of a launch
-        return source.group, "any" if _may_branch(source, capabilities) else source.name
-    return source.group, None
+        return source.group, source.cluster, "any" if _may_branch(source, capabilities) else source.name
+    return source.group, 1, None
 
 
 def _may_branch(source: KernelSource, capabilities: Capabilities) -> bool:
@@ -131,6 +131,7 @@ class _Launch:
             functions=merging.functions(linkage),
             arrays=self._local_memory(),
             group=self._given[0].source.group,
+            cluster=self._given[0].source.cluster,
             vectors=False,
         )
         branches: list[tuple[ir.Expr, list[ir.Statement]]] = []
