@@ -17,6 +17,7 @@ from penstock.fusion.products import by_library
 from penstock.fusion.splitting import split
 from penstock.fusion.views import base
 from penstock.graph.channels_last import channels_last
+from penstock.graph.linear import few_rows
 from penstock.graph.node import Node
 from penstock.graph.separate import separate
 from penstock.graph.sums import join_sums
@@ -43,8 +44,9 @@ def rewrite_products(state: Compilation, target: Target) -> Compilation:
     """
     if not target.capabilities.compiles:
         return state
-    wanted = vectors_as_sums(state.wanted) if target.gpu else join_sums(unstack(state.wanted))
-    return replace(state, wanted=wanted)
+    if target.gpu:
+        return replace(state, wanted=few_rows(vectors_as_sums(state.wanted), target.capabilities))
+    return replace(state, wanted=join_sums(unstack(state.wanted)))
 
 
 def split_long(state: Compilation, target: Target) -> Compilation:

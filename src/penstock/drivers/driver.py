@@ -57,6 +57,7 @@ class Capabilities:
     float64: bool
     matmul_library: bool = False  # `compile` takes matrix products as launches of a library
     tensor_cores: bool = False  # kernels may use CUDA's instructions for tiles of float16 and bfloat16
+    clusters: bool = False  # workgroups may read each other's local memory
     int64: bool = True  # kernels may use 64-bit integers
     max_buffers: int = 1 << 16  # arguments of a kernel
     binding_bytes: int = 1 << 62  # the most of a buffer that an argument binds; larger buffers take several

@@ -74,7 +74,7 @@ class Clustering:
         by_library: Callable[[Node], bool],
         pairs: bool = False,
     ) -> None:
-        """`pairs`: two products of the same rows with packed matrices may be in a kernel."""
+        """`pairs`: two products of the same few rows may be in a kernel."""
         self._order = order
         self._number = {node: number for number, node in enumerate(order)}
         self._fusible = fusible
@@ -412,7 +412,7 @@ def _independent(cluster: Cluster, other: Cluster) -> bool:
 
 
 def pairable(cluster: Cluster, other: Cluster) -> bool:
-    """Whether each multiplies the same rows with a packed matrix of one shape; neither needs the other."""
+    """Whether each multiplies the same few rows with a matrix of one shape; neither needs the other."""
     if other is cluster:
         return False
     products = [
@@ -422,8 +422,8 @@ def pairable(cluster: Cluster, other: Cluster) -> bool:
         return False
     (left,), (right,) = products
     shapes = [[operand.shape for operand in product.inputs] for product in (left, right)]
-    packed = left.primitive.reads_packed and right.primitive.reads_packed
-    same = packed and base(left.inputs[0]) is base(right.inputs[0]) and shapes[0] == shapes[1]
+    few = left.primitive.few_rows and left.primitive is right.primitive
+    same = few and base(left.inputs[0]) is base(right.inputs[0]) and shapes[0] == shapes[1]
     return same and _independent(cluster, other)
 
 

@@ -26,7 +26,7 @@ _SMALL = {float32: 1 << 21, float16: 1 << 20, bfloat16: 1 << 20, float64: 0}
 
 def by_library(product: Node, capabilities: Capabilities) -> bool:
     """Whether a device's library computes a product. Small products are faster in generated kernels."""
-    if product.primitive.reads_packed:
+    if product.primitive.few_rows:
         return False
     if not capabilities.matmul_library or product.dtype not in LIBRARY_DTYPES:
         return False

@@ -181,7 +181,7 @@ def operand_source(
 
 def operand_reader(node: Node) -> Callable[[Node, Container[Node]], tuple[Node, Any] | None]:
     """The function that finds out how the operands of a product or of attention are read."""
-    if node.primitive.reads_packed:
+    if node.primitive.few_rows:
         return lambda operand, stored: None
     return rows_index if node.primitive.kind is Kind.ATTENTION else digits_index
 

@@ -91,7 +91,7 @@ class Primitive:
     decompose: Callable[[Node, Capabilities], Node | None] | None = None
     combine: str = ""  # of reductions and scans: the elementwise primitive that combines two items
     transient: bool = False  # made for a single node and may hold values, so no cache may keep it
-    reads_packed: bool = False  # it unpacks a matrix, and reads operands as they lie in memory
+    few_rows: bool = False  # it multiplies few rows with a matrix, and reads operands as they lie in memory
     # Starts an exchange between ranks, or waits for its result; a fetch is a start that comes in time for the
     # use of its result, and not as early as possible.
     collective: Literal["", "start", "fetch", "wait"] = ""

@@ -120,6 +120,6 @@ PACKED_MATMUL = Primitive(
     _reference,
     _gradients,
     operations=lambda n: 2 * n.size * n.inputs[0].shape[-1],
-    reads_packed=True,
+    few_rows=True,
     decompose=_many_rows,
 )

@@ -163,6 +163,15 @@ class KernelBuilder:
         """No thread of the workgroup continues before all have arrived."""
         self._add(ir.Barrier(device_memory))
 
+    def cluster_barrier(self) -> None:
+        """No thread of the cluster's workgroups continues before all have arrived."""
+        self._add(ir.ClusterBarrier())
+
+    def cluster_sum(self, name: str, memory: Memory, index: ir.Operand, count: int) -> ir.Var:
+        """The sum of an item of local memory over the `count` workgroups of a cluster."""
+        self._add(ir.ClusterSum(name, memory.name, ir.integer(index), count))
+        return ir.Var(name, memory.type)
+
     # Values
 
     def call(self, operation: str, *inputs: ir.Operand, dtype: str = "") -> ir.Expr:
@@ -237,10 +246,16 @@ class KernelBuilder:
         return self._nested(lambda body: ir.If(before.condition, before.body, body), None)
 
     def source(
-        self, grid: tuple[int, ...], group: tuple[int, ...], resident: int = 1, quick: bool = False
+        self,
+        grid: tuple[int, ...],
+        group: tuple[int, ...],
+        resident: int = 1,
+        quick: bool = False,
+        cluster: int = 1,
     ) -> KernelSource:
         """The kernel in the device's language."""
         kernel = self._kernel
+        kernel.cluster = cluster
         kernel.grid, kernel.group, kernel.resident, kernel.quick = grid, group, resident, quick
         return self._dialect.render(kernel, self.name)
 

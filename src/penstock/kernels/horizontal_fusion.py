@@ -34,15 +34,15 @@ _GROUP = ir.Var("group")  # the index of the workgroup in the whole launch
 
 def kind(group: Group, lowering: Lowering | None, capabilities: Capabilities) -> Hashable | None:
     """A key that is equal for groups whose kernels may share a launch; None for groups that may not."""
-    packed = any(node.primitive.reads_packed for node in group.nodes)
-    if lowering is None or lowering.function is not None or not (group.kind.has_loops or packed):
+    few_rows = any(node.primitive.few_rows for node in group.nodes)
+    if lowering is None or lowering.function is not None or not (group.kind.has_loops or few_rows):
         return None
     if not dialect_of(capabilities).pointers:
         return None
     source = lowering.launches[0].source
     if source.arrays:  # which take local memory from all workgroups of a launch
-        return source.group, "any" if _may_branch(source, capabilities) else source.name
-    return source.group, None
+        return source.group, source.cluster, "any" if _may_branch(source, capabilities) else source.name
+    return source.group, 1, None
 
 
 def _may_branch(source: KernelSource, capabilities: Capabilities) -> bool:
@@ -131,6 +131,7 @@ class _Launch:
             functions=merging.functions(linkage),
             arrays=self._local_memory(),
             group=self._given[0].source.group,
+            cluster=self._given[0].source.cluster,
             vectors=False,
         )
         branches: list[tuple[ir.Expr, list[ir.Statement]]] = []

@@ -16,6 +16,7 @@ from penstock.fusion.products import LIBRARY_DTYPES, by_library
 from penstock.graph.attention import has_kernel
 from penstock.graph.dtypes import float16, float32
 from penstock.graph.elementwise import FULL
+from penstock.graph.linear import LINEAR
 from penstock.graph.node import Array, Kind, Node
 from penstock.graph.paged_attention import has_step_kernel
 from penstock.graph.reference import computed
@@ -24,7 +25,7 @@ from penstock.kernels.dialects import dialect_of
 from penstock.kernels.library.cublaslt import library_launch
 from penstock.kernels.lowering.fused import LOOPS, lower
 from penstock.kernels.lowering.values import computed_dtype
-from penstock.kernels.matmul_group import matmul_group, packed_group
+from penstock.kernels.matmul_group import linear_group, matmul_group, packed_group
 from penstock.kernels.paged_group import paged_group
 from penstock.kernels.raw_source import raw_source
 from penstock.kernels.source import ALIGNMENT, C_TYPES, KernelSource
@@ -71,7 +72,7 @@ def fusible(node: Node, capabilities: Capabilities) -> bool:
     if primitive.is_free or primitive.reads_elsewhere or kind is Kind.REDUCTION:
         return True
     if kind is Kind.CONTRACTION:
-        if primitive.reads_packed:
+        if primitive.few_rows:
             return True
         others = LIBRARY_DTYPES if capabilities.matmul_library else ()
         return node.dtype in (float32, float16, *others)
@@ -111,7 +112,9 @@ def _loops(group: Group, capabilities: Capabilities, ending: str, varied: bool) 
 
 def _matmul(group: Group, capabilities: Capabilities, ending: str, varied: bool) -> Lowering:
     product = next(node for node in group.nodes if node.primitive.kind is Kind.CONTRACTION)
-    if product.primitive.reads_packed:
+    if product.primitive is LINEAR:
+        return linear_group(group, product, capabilities, _name(group, ending))
+    if product.primitive.few_rows:
         return packed_group(group, product, capabilities, _name(group, ending))
     if by_library(product, capabilities):
         return library_launch(group, product, capabilities, _name(group, ending))

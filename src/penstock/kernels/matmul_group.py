@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from penstock.drivers.driver import Capabilities
 from penstock.fusion.groups import Group
 from penstock.fusion.index import Index, Variables, flat, variable
 from penstock.fusion.views import Digits, base, digits_index, matrix_variables
+from penstock.graph.linear import LINEAR
 from penstock.graph.node import Node
 from penstock.graph.quantization import bits_of, on_tensor_cores
 from penstock.kernels import ir
@@ -16,6 +18,7 @@ from penstock.kernels.lowering.emitter import Emitter
 from penstock.kernels.lowering.loop_nest import overwritable
 from penstock.kernels.lowering.values import LanesImpossible, Value
 from penstock.kernels.templates.launches import Lowering, one_launch
+from penstock.kernels.templates.linear_tiles import LinearProblem, divided, linear_tiles
 from penstock.kernels.templates.matmul import BATCH, Epilogue, Matrix, Problem, offset
 from penstock.kernels.templates.matmul_cpu import cpu_matmul
 from penstock.kernels.templates.matmul_gpu import gpu_matmul, gpu_width
@@ -57,7 +60,7 @@ def packed_group(group: Group, product: Node, capabilities: Capabilities, name: 
     kernel = epilogue.kernel
     k = KernelBuilder(name, capabilities, kernel.outputs, kernel.inputs, kernel.scalars)
     build = cpu_packed if vectors else tensor_packed if on_tensor_cores(product, capabilities) else gpu_packed
-    first = [node for node in group.nodes if node.primitive.reads_packed and node is not product]
+    first = [node for node in group.nodes if node.primitive.few_rows and node is not product]
     for number, other in enumerate(first):  # whose results stay in local memory
         results = k.shared(f"results{number}", "float32", product.shape[0] * PACKED_FEATURES)
         with k.when(ir.TRUE):
@@ -67,6 +70,29 @@ def packed_group(group: Group, product: Node, capabilities: Capabilities, name: 
     source = build(k, _packed_problem(k, group, product), capabilities, epilogue.statements)
     over = overwritable(group, epilogue.loads, epilogue.stores)
     places = {group.inputs.index(base(operand)) for node in (product, *first) for operand in node.inputs}
+    return one_launch(source, tuple(tuple(at for at in inputs if at not in places) for inputs in over))
+
+
+def linear_group(group: Group, product: Node, capabilities: Capabilities, name: str) -> Lowering:
+    """The kernel of a group whose products multiply few rows with matrices on tensor cores."""
+    epilogue = _Epilogue(group, product, vectors=False)
+    kernel = epilogue.kernel
+    k = KernelBuilder(name, capabilities, kernel.outputs, kernel.inputs, kernel.scalars)
+    products = [product, *(node for node in group.nodes if node.primitive is LINEAR and node is not product)]
+    left, *matrices = (
+        k.inputs[group.inputs.index(base(operand))]
+        for operand in (product.inputs[0], *(node.inputs[1] for node in products))
+    )
+    (rows, inner), (columns, _) = (operand.shape for operand in product.inputs)
+    problem = LinearProblem(left, matrices, rows, columns, inner)
+
+    def finish(row: ir.Expr, column: ir.Expr, sums: Sequence[ir.Var]) -> list[ir.Statement]:
+        epilogue.beside = dict(zip(products[1:], sums[1:], strict=True))
+        return epilogue.statements(row, column, sums[0])
+
+    source = linear_tiles(k, problem, divided(problem, capabilities), finish)
+    over = overwritable(group, epilogue.loads, epilogue.stores)
+    places = {group.inputs.index(base(operand)) for node in products for operand in node.inputs}
     return one_launch(source, tuple(tuple(at for at in inputs if at not in places) for inputs in over))
 
 
@@ -119,6 +145,7 @@ class _Epilogue:
         self._vectors = vectors
         self.kernel: ir.KernelIR = Emitter(group, Variables({})).kernel
         self.known: dict[Node, Memory] = {}  # other products, whose items are in local memory
+        self.beside: dict[Node, ir.Var] = {}  # other products, whose items are in variables
         self.loads: dict[int, set[tuple[int, Index]]] = {}
         self.stores: dict[int, tuple[int, Index]] = {}
 
@@ -139,6 +166,7 @@ class _Epilogue:
         emitter.depth_of = dict.fromkeys(names, 1)
         emitter.lanes, emitter.lane_steps = width, {"j": 1} if width > 1 else {}
         emitter.given[self._product] = Value(product, 1)
+        emitter.given.update({node: Value(item, 1) for node, item in self.beside.items()})
         counts: list[ir.Statement] = [ir.Let("i", row), ir.Let("j", column)]
         for at, (other, results) in enumerate(self.known.items()):
             place = _place_in(ir.Var("i"), ir.Var("j"))

@@ -11,7 +11,10 @@ from penstock.kernels import ir
 _INTEGERS = ("int32", "uint32", "int64", "uint64")
 _LARGEST = 2**31 - 1  # of an argument; larger integers stay constants
 _FIELDS: dict[type, tuple[str, ...]] = {}  # by type of node
-_NOT_PRINTED: dict[type, tuple[str, ...]] = {ir.For: ("trips",), ir.KernelIR: ("grid", "group", "resident")}
+_NOT_PRINTED: dict[type, tuple[str, ...]] = {
+    ir.For: ("trips",),
+    ir.KernelIR: ("grid", "group", "resident", "cluster"),
+}
 
 
 def rewritten(tree: Any, change: Callable[[Any], Any], skipped: tuple[type, ...] = ()) -> Any:

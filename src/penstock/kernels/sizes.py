@@ -171,7 +171,7 @@ def _name(source: KernelSource, integers: Integers, rest: object) -> str:
 
 
 def _family_key(source: KernelSource, integers: Integers) -> tuple[Hashable, ...]:
-    return digest(integers.key), source.signature, source.group, source.resident
+    return digest(integers.key), source.signature, source.group, source.resident, source.cluster
 
 
 def _integers(body: DialectBody) -> Integers:

@@ -34,6 +34,7 @@ def cuda_capabilities(device: int) -> Capabilities:
     """What a device can do, without opening it."""
     checked(cu.cuInit(0))
     version = checked(cu.cuDriverGetVersion())
+    major = attribute(device, Attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
     total = checked(cu.cuDeviceTotalMem(native_device(device)))
     return Capabilities(
         description=checked(cu.cuDeviceGetName(256, native_device(device))).split(b"\0")[0].decode(),
@@ -52,7 +53,8 @@ def cuda_capabilities(device: int) -> Capabilities:
         float16=True,
         float64=True,
         matmul_library=find_spec("nvmath") is not None,
-        tensor_cores=attribute(device, Attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) >= 8,
+        tensor_cores=major >= 8,
+        clusters=major >= 9,
     )
 
 

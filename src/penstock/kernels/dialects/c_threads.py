@@ -54,6 +54,10 @@ class ThreadPrinter(CPrinter):
                 asked = f"COMES_LAST({counters} + {self.addend(index)}, {count})"
                 first = f"if (THREAD == 0) {array}[0] = {asked};"
                 return ["DEVICE_BARRIER;", first, "BARRIER;", f"int {name} = {array}[0];"]
+            case ir.ClusterBarrier():
+                return ["CLUSTER_BARRIER;"]
+            case ir.ClusterSum(name, array, index, count):
+                return [f"float {name} = CLUSTER_SUM({array}, {self.expr(index)}, {count});"]
             case ir.BlockReduce():
                 return self._block_reduce(statement)
             case ir.StridedReduce():

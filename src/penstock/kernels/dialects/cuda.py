@@ -189,6 +189,21 @@ DEVICE int COMES_LAST(const int *counter, int count) {
     return before == count - 1;
 }
 """
+# An array has the same address in the local memory of all workgroups.
+_CLUSTERS = """
+#define CLUSTER_BARRIER asm volatile("barrier.cluster.arrive; barrier.cluster.wait;" ::: "memory")
+DEVICE float CLUSTER_SUM(const float *array, int index, int count) {
+    uint own = (uint)__cvta_generic_to_shared(array + index);
+    float sum = 0;
+    _Pragma("unroll") for (uint rank = 0; rank < count; rank++) {
+        float x;
+        asm volatile("{ .reg .u32 at; mapa.shared::cluster.u32 at, %1, %2; ld.shared::cluster.f32 %0, [at]; }"
+            : "=f"(x) : "r"(own), "r"(rank));
+        sum += x;
+    }
+    return sum;
+}
+"""
 
 # Names for users' own kernels.
 _RAW_WORDS = """\
@@ -232,6 +247,7 @@ class Cuda(CDialect):
         "half *": _HALVES,
         "MULTIPLY_TILES": _TILES,
         "COMES_LAST": _LAST,
+        "CLUSTER_": _CLUSTERS,
     }
 
     def text(self, source: KernelSource) -> str:
@@ -244,5 +260,6 @@ class Cuda(CDialect):
             return source.text
         bounds = [math.prod(source.group), *([source.resident] if source.resident > 1 else ())]
         parameters, brace, body = rest.partition("{")
-        opening = f"KERNEL __launch_bounds__({', '.join(map(str, bounds))}) {source.name}("
+        cluster = f" __cluster_dims__({source.cluster}, 1, 1)" if source.cluster > 1 else ""
+        opening = f"KERNEL __launch_bounds__({', '.join(map(str, bounds))}){cluster} {source.name}("
         return f"{before}{opening}{parameters}{brace}{WAIT}{body}"

@@ -90,6 +90,7 @@ class Dialect(ABC):
             kernel.group,
             tuple((array.dtype, array.name, array.length) for array in kernel.arrays),
             kernel.resident,
+            kernel.cluster,
         )
 
     @abstractmethod

@@ -238,6 +238,19 @@ class Barrier(Statement):
     device_memory: bool = False  # whether it orders accesses to device memory, too
 
 
+class ClusterBarrier(Statement):
+    """No thread of the workgroups of a cluster continues before all have arrived."""
+
+
+class ClusterSum(Statement):
+    """`name` is the sum of an item of local memory over the `count` workgroups of a cluster, in order."""
+
+    name: str
+    array: str
+    index: Expr
+    count: int
+
+
 class Fence(Statement):
     """Memory accesses after it stay after those before it, whatever their dtypes.
 
@@ -288,6 +301,7 @@ class KernelIR:
     group: tuple[int, ...] = (1,)
     vectors: bool = True  # wide values are a CPU's vectors; else the lanes are computed one by one
     resident: int = 1  # workgroups that a compute unit should have room for
+    cluster: int = 1  # neighbouring workgroups that run at once, and read each other's local memory
     quick: bool = False  # functions need little more precision than float16
     functions: list[Function] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)

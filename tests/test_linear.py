@@ -1,0 +1,173 @@
+"""Products of few rows on tensor cores, which a CPU imitates: their values, and which products are such."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from conftest import NATIVE
+from test_cuda_sources import Imagined
+from test_matmul_kernel import GUARD, guarded, launch, way_of
+
+from penstock.compiler.launches import launch_parts
+from penstock.compiler.passes import fused
+from penstock.compiler.pipeline import compile_graph
+from penstock.compiler.target import Target
+from penstock.drivers.cuda.code import compile_text
+from penstock.drivers.opencl import OpenCLDriver
+from penstock.fusion.column_reductions import column_units
+from penstock.graph import elementwise
+from penstock.graph.contraction import matmul
+from penstock.graph.dtypes import bfloat16, checked, float16, float32
+from penstock.graph.linear import LINEAR, few_rows
+from penstock.graph.node import Node, placeholder
+from penstock.graph.shaping import permute, reshape, slice_axis
+from penstock.kernels.cache import whole_text
+from penstock.kernels.lower import write
+from penstock.kernels.source import KernelSource
+
+Floats = npt.NDArray[np.float64]
+# What the instruction m16n8k16 does with the words of a warp's threads, by way of local memory.
+TILES = """
+#define TILES(NAME, t0, t1, t2, t3, a0, a1, a2, a3, b0, b1) { \\
+    BARRIER; \\
+    tiles_[THREAD][0] = a0; tiles_[THREAD][1] = a1; tiles_[THREAD][2] = a2; tiles_[THREAD][3] = a3; \\
+    tiles_[THREAD][4] = b0; tiles_[THREAD][5] = b1; \\
+    BARRIER; \\
+    for (int k_ = 0; k_ < 16; k_++) { \\
+        int own_ = THREAD / 4 * 4 + k_ % 8 / 2, other_ = THREAD / 32 * 32 + THREAD % 4 * 8 + k_ % 8 / 2; \\
+        float upper_ = ITEM_##NAME((&tiles_[own_][k_ / 8 * 2]), k_ % 2); \\
+        float lower_ = ITEM_##NAME((&tiles_[own_][k_ / 8 * 2 + 1]), k_ % 2); \\
+        float left_ = ITEM_##NAME((&tiles_[other_][4 + k_ / 8]), k_ % 2); \\
+        float right_ = ITEM_##NAME((&tiles_[other_ + 4][4 + k_ / 8]), k_ % 2); \\
+        t0 += upper_ * left_; t1 += upper_ * right_; t2 += lower_ * left_; t3 += lower_ * right_; \\
+    } \\
+}
+#define MULTIPLY_TILES_BFLOAT16(...) TILES(BFLOAT16, __VA_ARGS__)
+#define MULTIPLY_TILES_FLOAT16(...) TILES(FLOAT16, __VA_ARGS__)
+"""
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[OpenCLDriver]:
+    opened = OpenCLDriver(NATIVE, "linear")
+    yield opened
+    opened.close()
+
+
+def imitated(source: KernelSource) -> KernelSource:
+    """A kernel for tensor cores that a CPU can run."""
+    before, opening, body = source.text.partition("{")
+    words = f"LOCAL uint tiles_[{math.prod(source.group)}][6];"
+    return replace(source, body=f"{TILES}{before}{opening}{words}{body}")
+
+
+def computed(
+    driver: OpenCLDriver, wanted: Node, inputs: Sequence[Node], arrays: Sequence[Floats], units: int
+) -> Floats:
+    """The value of a graph, by a kernel for tensor cores. What lies around values is NaN, and stays so."""
+    can = replace(way_of(driver, "gpu"), tensor_cores=True, compute_units=units, max_group_size=1024)
+    (group,) = fused(few_rows([wanted], can), can, column_units(can))
+    assert LINEAR in [node.primitive for node in group.nodes]
+    lowering = write(group, can, "x")
+    assert lowering is not None
+    given = [guarded(arrays[inputs.index(node)].astype(node.dtype)) for node in group.inputs]
+    out = guarded(np.zeros(wanted.shape, wanted.dtype))
+    (call,) = lowering.launches
+    result, *_ = launch(driver, imitated(call.source), [out, *given])
+    wide = result.astype(np.float64)
+    assert np.isnan([wide[:GUARD], wide[-GUARD:]]).all()
+    return wide[GUARD:-GUARD].reshape(wanted.shape)
+
+
+def drawn(*shapes: tuple[int, ...], dtype: np.dtype[np.generic]) -> list[Floats]:
+    draw = np.random.default_rng(sum(map(sum, shapes)))
+    return [draw.normal(size=shape).astype(dtype).astype(np.float64) for shape in shapes]
+
+
+def transposed_product(x: Node, weight: Node) -> Node:
+    return matmul(x, permute(weight, (1, 0)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "features", "inner", "units"),
+    [
+        (2, 37, 200, 100),
+        (3, 64, 768, 1),
+        (8, 16, 2048, 8),
+        (9, 200, 200, 1),
+        (33, 53, 264, 2),
+        (64, 40, 96, 1),
+    ],
+)
+@pytest.mark.parametrize("dtype", [bfloat16, float16])
+def test_products(
+    driver: OpenCLDriver, rows: int, features: int, inner: int, units: int, dtype: np.dtype[np.generic]
+) -> None:
+    shapes = (rows, inner), (features, inner), (rows, features)
+    x, weight, other = inputs = [placeholder(shape, checked(dtype)) for shape in shapes]
+    arrays = drawn(*shapes, dtype=dtype)
+    total = elementwise.add(transposed_product(x, weight), other)
+    result = computed(driver, total, inputs, arrays, units)
+    bound = 2.0**-22 * inner**0.5 * np.abs(arrays[0]) @ np.abs(arrays[1].T)
+    product = arrays[0] @ arrays[1].T
+    step = 2.0**-8 if dtype == bfloat16 else 2.0**-11
+    bound += step * (1 + 2 * step) * (np.abs(product) + np.abs(product + arrays[2]))
+    assert (np.abs(result - product - arrays[2]) <= bound).all()
+
+
+@pytest.mark.parametrize(("rows", "units"), [(5, 100), (20, 1)])
+def test_a_product_gates_another(driver: OpenCLDriver, rows: int, units: int) -> None:
+    shapes = (rows, 136), (72, 136), (72, 136)
+    x, *weights = inputs = [placeholder(shape, bfloat16) for shape in shapes]
+    arrays = drawn(*shapes, dtype=bfloat16)
+    arrays[1] /= 16
+    gate, up = (elementwise.cast(transposed_product(x, weight), float32) for weight in weights)
+    result = computed(driver, elementwise.multiply(elementwise.exp(gate), up), inputs, arrays, units)
+    first, second = (arrays[0] @ weight.astype(bfloat16).astype(np.float64).T for weight in arrays[1:])
+    np.testing.assert_allclose(result, np.exp(first) * second, rtol=0.05, atol=0.1)
+
+
+def test_which_products_are_of_few_rows() -> None:
+    can = Imagined(tensor_cores=True).capabilities
+    weight, flat = placeholder((64, 96), bfloat16), placeholder((64 * 96,), bfloat16)
+
+    def linear(product: Node) -> bool:
+        (result,) = few_rows([product], can)
+        return result.primitive is LINEAR
+
+    few = placeholder((64, 96), bfloat16)
+    assert linear(transposed_product(few, weight))
+    assert linear(transposed_product(few, reshape(flat, (64, 96))))
+    assert not linear(transposed_product(placeholder((65, 96), bfloat16), weight)), "many rows"
+    assert not linear(transposed_product(few, slice_axis(placeholder((64, 100), bfloat16), 1, 0, 96))), (
+        "a part"
+    )
+    assert not linear(matmul(placeholder((8, 64), bfloat16), weight)), "a matrix of inputs"
+    assert not linear(transposed_product(*(placeholder((8, 100), bfloat16) for _ in range(2)))), "bytes left"
+    assert not linear(transposed_product(*(placeholder((8, 96), float32) for _ in range(2)))), "float32"
+    assert (
+        few_rows([transposed_product(few, weight)], replace(can, tensor_cores=False))[0].primitive
+        is not LINEAR
+    )
+
+
+@pytest.mark.parametrize("rows", [2, 32, 64])
+def test_a_layer_has_few_launches(rows: int) -> None:
+    """Queries, keys and values are one launch, a gate and what it multiplies another."""
+    can = replace(Imagined(tensor_cores=True).capabilities, max_group_size=1024)
+    shapes = (rows, 512), (512, 512), (128, 512), (128, 512), (1024, 512), (1024, 512), (512, 1024)
+    x, *weights = inputs = [placeholder(shape, bfloat16) for shape in shapes]
+    first = [transposed_product(x, weight) for weight in weights[:3]]
+    gate, up = (transposed_product(first[0], weight) for weight in weights[3:5])
+    last = transposed_product(elementwise.multiply(elementwise.exp(gate), up), weights[5])
+    schedule = compile_graph([*first, elementwise.add(last, x)], inputs, {}, Target.of(can))
+    parts = launch_parts(schedule, can)
+    assert sum(len(part) for part in parts if isinstance(part, list)) == 3
+    for step in schedule.groups:
+        for call in step.calls:
+            assert compile_text(whole_text([call.source], "cuda"), "sm_90").startswith(b"\x7fELF")
