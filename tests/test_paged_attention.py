@@ -12,6 +12,8 @@ import pytest
 from conftest import CUDA_KINDS, DRIVERS, NATIVE, WEBGPU_KINDS, opencl_threads
 from test_cuda_sources import Imagined
 from test_graph import at
+from test_linear import imitated
+from test_matmul_kernel import GUARD, launch, way_of
 
 import penstock as ps
 from penstock import Device
@@ -120,7 +122,7 @@ def test_half_precision(device: Device, dtype: Any, queries: int) -> None:
 @pytest.mark.parametrize("size", [64, 80, 256])
 @pytest.mark.parametrize("queries", [1, 64])
 def test_nvrtc_takes_it(dtype: Any, size: int, queries: int) -> None:
-    capabilities = replace(Imagined().capabilities, max_group_size=1024)
+    capabilities = replace(Imagined(tensor_cores=True).capabilities, max_group_size=1024)
     query, pages = np.ones((2, queries, 8, size), dtype), np.ones((2, 300, 2, PAGE, size), dtype)
     table, last = np.ones((2, 128), np.int32), np.ones((2, queries), np.int32)
     node = graph.paged_attention(*map(at, (query, pages, table, last)), 0.1, 1500, 5.0)
@@ -203,8 +205,66 @@ def test_a_step_puts_a_position_and_attends(device: Device, case: tuple[Any, ...
 
 
 @pytest.mark.slow
-def test_a_step_in_half_precision(device: Device) -> None:
-    check_step(device, (3, 4, 2, 32), 50, dtype=ml_dtypes.bfloat16)
+@pytest.mark.parametrize(
+    ("shape", "reach"),
+    [((3, 4, 2, 32), 50), ((3, 8, 2, 64), 700), ((2, 2, 2, 128), 300), ((1, 8, 1, 64), 2048)],
+)
+def test_a_step_in_half_precision(device: Device, shape: tuple[int, ...], reach: int) -> None:
+    check_step(device, shape, reach, dtype=ml_dtypes.bfloat16)
+
+
+# Tensor cores, which a CPU imitates
+
+HALVES = """
+#define LOW_HALVES(a, b) (((a) & 0xffff) | ((b) << 16))
+#define HIGH_HALVES(a, b) (((a) >> 16) | ((b) & 0xffff0000))
+"""
+TILED = [
+    # rows, heads, heads of keys, size of a head; positions, window, softcap
+    ((3, 4, 1, 64), 300, None, None),
+    ((2, 8, 1, 64), 150, 70, None),
+    ((1, 6, 2, 128), 90, 25, 5.0),
+    ((2, 2, 2, 64), 20, None, None),
+]
+
+
+@pytest.mark.parametrize("case", TILED, ids=[f"tiled{number}" for number in range(len(TILED))])
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
+def test_tiles_of_positions(case: tuple[Any, ...], dtype: Any) -> None:
+    (rows, heads, key_heads, size), reach, window, cap = case
+    driver = OpenCLDriver(NATIVE, "tiles")
+    can = replace(way_of(driver, "gpu"), tensor_cores=True, max_group_size=1024, local_bytes=48 << 10)
+    width = -(-reach // PAGE)
+    count = rows * width + 3
+    query = RNG.standard_normal((rows, 1, heads, size)).astype(dtype)
+    pages = RNG.standard_normal((2, count, key_heads, PAGE, size)).astype(dtype)
+    table = RNG.permutation(count)[: rows * width].reshape(rows, width).astype(np.int32)
+    last = RNG.integers(0, reach, (rows, 1)).astype(np.int32)
+    last[-1, -1] = reach - 1
+    for row in range(rows):  # what lies after the last position may be anything
+        page, offset = table[row, last[row, 0] // PAGE], last[row, 0] % PAGE
+        pages[:, page, :, offset + 1 :] = np.nan
+    inputs = [at(array) for array in (query, pages, table, last)]
+    node = graph.paged_attention(*inputs, size**-0.5, window or 0, cap or 0.0)
+    (group,) = partition([node], lambda node: fusible(node, can))
+    lowering = write(group, can, "x")
+    assert lowering is not None
+    (call,) = lowering.launches
+    assert "MULTIPLY_TILES" in call.source.text
+    source = imitated(call.source)
+    source = replace(source, body=f"{HALVES}{source.body}")
+    arrays = [np.zeros(node.shape, dtype), query, pages, table, last]
+    padded = [np.pad(array.ravel(), GUARD) for array in arrays]
+    result = launch(driver, source, padded)[0][GUARD:-GUARD].reshape(query.shape).astype(np.float64)
+    driver.close()
+    for row, head in np.ndindex(rows, heads):
+        end, shared = last[row, 0] + 1, head * key_heads // heads
+        keys, values = (
+            side[table[row]].swapaxes(0, 1).reshape(key_heads, -1, size)[shared, :end].astype(np.float64)
+            for side in pages
+        )
+        expected = naive(query[row, 0, head].astype(np.float64), keys, values, size**-0.5, window, cap)
+        np.testing.assert_allclose(result[row, 0, head], expected, atol=0.02)
 
 
 # What CUDA does, for PoCL: each of its threads sees the writes of the others in order.
@@ -229,8 +289,9 @@ def test_the_last_workgroup_combines_the_splits(monkeypatch: pytest.MonkeyPatch)
     device.close()
 
 
-def test_nvrtc_takes_a_step() -> None:
-    capabilities = replace(Imagined().capabilities, max_group_size=1024)
+@pytest.mark.parametrize("tensor_cores", [False, True])
+def test_nvrtc_takes_a_step(tensor_cores: bool) -> None:
+    capabilities = replace(Imagined(tensor_cores).capabilities, max_group_size=1024)
     dtype = ml_dtypes.bfloat16
     arrays: list[Any] = [np.ones((2, 1, heads, 64), dtype) for heads in (8, 2, 2)]
     arrays += [np.ones((2, 300, 2, PAGE, 64), dtype), np.ones((2, 128), np.int32)]
