@@ -15,7 +15,7 @@ from penstock.kernels import ir
 from penstock.kernels.lowering.blocks import depends_on_order
 from penstock.kernels.lowering.loop_nest import Lowered
 from penstock.kernels.lowering.partials import Partials
-from penstock.kernels.lowering.streaming import hinted, read_once, shared_vector
+from penstock.kernels.lowering.streaming import hinted, read_once
 from penstock.kernels.lowering.sums_of_rows import SumsOfRows
 from penstock.kernels.lowering.values import Value, computed_dtype
 from penstock.kernels.source import WORD, item_size
@@ -31,7 +31,7 @@ _LONG_THREADS = 512  # the same where there are many rows
 _RESIDENT = 1024  # threads that a compute unit should hold; with more, each has too few registers
 _READ_WORDS = 64  # registers for what a thread reads before it computes anything
 _READS = 4  # steps along a row whose items a thread reads before it stores any result
-_BUSY = 240  # threads for each compute unit; where there are fewer, more threads share a row
+_BUSY = 256  # threads for each compute unit; where there are fewer, more threads share a row
 # A workgroup that computes a vector before its rows takes rows up to so many times, as long as there are so
 # many workgroups for each compute unit.
 _MOST_TURNS = 4
@@ -88,13 +88,7 @@ class RowLoops(SumsOfRows):
         if self.gpu:
             self.take_lanes(self._inner)
             self._threads, together = self._divide(rows)
-            # A row at a time, a workgroup would read as much of a vector as of a matrix.
-            keeps = together == 1 and not self._of_vector and self._fits_registers()
-            self._shared = shared_vector(self.group, rows * columns) if keeps else []
-            turns = self._turns(-(-rows // together))
-            part_rows = self._part_rows() or together * turns  # of a workgroup
-            if turns == 1:
-                self._shared = []
+            part_rows = self._part_rows() or together * self._turns(-(-rows // together))  # of a workgroup
             kernel.grid, kernel.group = (-(-rows // part_rows),), (self._threads * together,)
             self._uneven = rows % part_rows > 0  # some workgroups would have rows beyond the last
             if self._threads > _FEW_THREADS:
@@ -174,9 +168,10 @@ class RowLoops(SumsOfRows):
 
     def _turns(self, times: int) -> int:
         """How often a workgroup takes rows, of so many times in all, so that it computes a vector rarely."""
-        turns, most = 1, _MOST_TURNS if self._of_vector else 2 if self._shared else 1
+        turns = 1
         while (
-            turns < most
+            self._of_vector
+            and turns < _MOST_TURNS
             and (times % (2 * turns) == 0 or self._may_be_uneven())
             and times // (2 * turns) >= _VECTOR_GROUPS * self.units
         ):
@@ -185,7 +180,7 @@ class RowLoops(SumsOfRows):
 
     def _vector_passes(self) -> list[ir.Statement]:
         """What is computed before the rows: the vector that all of them read, which stays in registers."""
-        if not self._of_vector and not self._shared:
+        if not self._of_vector:
             return []
         emitter = self.emitter
         emitter.bodies[0] = []
@@ -195,10 +190,8 @@ class RowLoops(SumsOfRows):
             self._pass(stage, [])
         if self._fits_registers():
             emitter.stage = self._first_pass
-            self._pass(self._first_pass, self._shared or self._vectors(), whole=False)
+            self._pass(self._first_pass, self._vectors(), whole=False)
         self._number = number
-        if self._shared:
-            return emitter.bodies[0]
         # Threads exchange values in local memory, which the rows reuse.
         return [*emitter.bodies[0], ir.Barrier()]
 
@@ -430,8 +423,7 @@ class RowLoops(SumsOfRows):
         emitter.lane_steps["slot"] = 1
         body()
         step = self._threads * lanes
-        inputs = [node for node in self.group.inputs if node.size >= columns]
-        read = [pair for pair in emitter.computed(inputs) if pair[0] not in emitter.kept]
+        read = emitter.computed([node for node in self.group.inputs if node.size >= columns])
         statements, start = [*inside, *emitter.leave()], ir.Var("rank") * lanes
         if self._fits_registers():
             nodes = [node for (node, _), _ in read]

@@ -25,12 +25,6 @@ def read_once(group: Group, whole: int) -> list[Node]:
     ]
 
 
-def shared_vector(group: Group, whole: int) -> list[Node]:
-    """The vector that is multiplied with each row of a matrix as it is, if there is a single such vector."""
-    vectors = [node for node in group.inputs if node.size == group.columns < whole]
-    return vectors if len(vectors) == 1 and read_once(group, whole) else []
-
-
 def hinted(body: list[ir.Statement], group: Group, once: Collection[Node]) -> list[ir.Statement]:
     """Statements whose reads of some inputs leave the caches to what is read again."""
     names = {f"in{at}" for at, node in enumerate(group.inputs) if node in once}
