@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -13,7 +12,7 @@ from conftest import NATIVE
 from test_cuda_sources import Imagined
 from test_matmul_kernel import GUARD, guarded, launch, way_of
 
-from penstock.compiler.launches import launch_parts
+from penstock.compiler.launches import arranged, launch_parts
 from penstock.compiler.passes import fused
 from penstock.compiler.pipeline import compile_graph
 from penstock.compiler.target import Target
@@ -27,19 +26,25 @@ from penstock.graph.linear import LINEAR, few_rows
 from penstock.graph.node import Node, placeholder
 from penstock.graph.shaping import permute, reshape, slice_axis
 from penstock.kernels.cache import whole_text
+from penstock.kernels.concatenation import Call
 from penstock.kernels.lower import write
+from penstock.kernels.sizes import Sizes
 from penstock.kernels.source import KernelSource
+from penstock.kernels.templates import linear_tiles
+from penstock.tuning_cache import TuningCache
 
 Floats = npt.NDArray[np.float64]
 # What the instruction m16n8k16 does with the words of a warp's threads, by way of local memory.
 TILES = """
+#define LOCAL_ID ((int)get_local_id(0))
 #define TILES(NAME, t0, t1, t2, t3, a0, a1, a2, a3, b0, b1) { \\
     BARRIER; \\
-    tiles_[THREAD][0] = a0; tiles_[THREAD][1] = a1; tiles_[THREAD][2] = a2; tiles_[THREAD][3] = a3; \\
-    tiles_[THREAD][4] = b0; tiles_[THREAD][5] = b1; \\
+    tiles_[LOCAL_ID][0] = a0; tiles_[LOCAL_ID][1] = a1; tiles_[LOCAL_ID][2] = a2; \\
+    tiles_[LOCAL_ID][3] = a3; tiles_[LOCAL_ID][4] = b0; tiles_[LOCAL_ID][5] = b1; \\
     BARRIER; \\
     for (int k_ = 0; k_ < 16; k_++) { \\
-        int own_ = THREAD / 4 * 4 + k_ % 8 / 2, other_ = THREAD / 32 * 32 + THREAD % 4 * 8 + k_ % 8 / 2; \\
+        int own_ = LOCAL_ID / 4 * 4 + k_ % 8 / 2; \\
+        int other_ = LOCAL_ID / 32 * 32 + LOCAL_ID % 4 * 8 + k_ % 8 / 2; \\
         float upper_ = ITEM_##NAME((&tiles_[own_][k_ / 8 * 2]), k_ % 2); \\
         float lower_ = ITEM_##NAME((&tiles_[own_][k_ / 8 * 2 + 1]), k_ % 2); \\
         float left_ = ITEM_##NAME((&tiles_[other_][4 + k_ / 8]), k_ % 2); \\
@@ -60,17 +65,39 @@ def driver() -> Iterator[OpenCLDriver]:
 
 
 def imitated(source: KernelSource) -> KernelSource:
-    """A kernel for tensor cores that a CPU can run."""
-    before, opening, body = source.text.partition("{")
-    words = f"LOCAL uint tiles_[{math.prod(source.group)}][6];"
-    return replace(source, body=f"{TILES}{before}{opening}{words}{body}")
+    """A kernel for tensor cores that a CPU can run. The workgroups of a cluster are parts of a single one."""
+    (threads,), (grid,), count = source.group, source.grid, source.cluster
+    text, words = source.text, f"LOCAL uint tiles_[{count * threads}][6];"
+    lines = [
+        TILES,
+        f"#define RANK (LOCAL_ID / {threads})",
+        "#undef THREAD",
+        f"#define THREAD (LOCAL_ID % {threads})",
+        "#undef GROUP",
+        f"#define GROUP(axis) ((int)get_group_id(0) * {count} + RANK)",
+        "#define CLUSTER_BARRIER BARRIER",
+        "#define CLUSTER_SUM(array, index, count) ({})".format(
+            " + ".join(f"array##_[{rank}][index]" for rank in range(count))
+        ),
+    ]
+    for _, name, _ in source.arrays:
+        text = text.replace(f"LOCAL float {name}[", f"LOCAL float {name}_[{count}][")
+        lines.append(f"#define {name} {name}_[RANK]")
+    before, opening, body = text.partition("{")
+    body = "\n".join([*lines, f"{before}{opening}{words}{body}"])
+    return replace(source, body=body, grid=(grid // count,), group=(count * threads,))
 
 
 def computed(
-    driver: OpenCLDriver, wanted: Node, inputs: Sequence[Node], arrays: Sequence[Floats], units: int
+    driver: OpenCLDriver,
+    wanted: Node,
+    inputs: Sequence[Node],
+    arrays: Sequence[Floats],
+    units: int,
+    splits: int = 1,
 ) -> Floats:
     """The value of a graph, by a kernel for tensor cores. What lies around values is NaN, and stays so."""
-    can = replace(way_of(driver, "gpu"), tensor_cores=True, compute_units=units, max_group_size=1024)
+    can = replace(way_of(driver, "gpu"), tensor_cores=True, clusters=True, compute_units=units)
     (group,) = fused(few_rows([wanted], can), can, column_units(can))
     assert LINEAR in [node.primitive for node in group.nodes]
     lowering = write(group, can, "x")
@@ -78,6 +105,7 @@ def computed(
     given = [guarded(arrays[inputs.index(node)].astype(node.dtype)) for node in group.inputs]
     out = guarded(np.zeros(wanted.shape, wanted.dtype))
     (call,) = lowering.launches
+    assert call.source.cluster == splits
     result, *_ = launch(driver, imitated(call.source), [out, *given])
     wide = result.astype(np.float64)
     assert np.isnan([wide[:GUARD], wide[-GUARD:]]).all()
@@ -120,6 +148,27 @@ def test_products(
     assert (np.abs(result - product - arrays[2]) <= bound).all()
 
 
+@pytest.mark.parametrize(
+    ("rows", "features", "inner", "splits"), [(9, 70, 264, 2), (33, 50, 264, 4), (20, 150, 136, 4)]
+)
+def test_clusters_share_the_inputs(
+    driver: OpenCLDriver,
+    monkeypatch: pytest.MonkeyPatch,
+    rows: int,
+    features: int,
+    inner: int,
+    splits: int,
+) -> None:
+    monkeypatch.setattr(linear_tiles, "_FEW_BYTES", 2 * rows * inner // splits)
+    shapes = (rows, inner), (features, inner)
+    x, weight = inputs = [placeholder(shape, bfloat16) for shape in shapes]
+    arrays = drawn(*shapes, dtype=bfloat16)
+    result = computed(driver, transposed_product(x, weight), inputs, arrays, 100, splits)
+    exact = arrays[0] @ arrays[1].T
+    bound = 2.0**-8 * np.abs(exact) + 2.0**-20 * np.abs(arrays[0]) @ np.abs(arrays[1].T)
+    assert (np.abs(result - exact) <= bound).all()
+
+
 @pytest.mark.parametrize(("rows", "units"), [(5, 100), (20, 1)])
 def test_a_product_gates_another(driver: OpenCLDriver, rows: int, units: int) -> None:
     shapes = (rows, 136), (72, 136), (72, 136)
@@ -159,7 +208,7 @@ def test_which_products_are_of_few_rows() -> None:
 @pytest.mark.parametrize("rows", [2, 32, 64])
 def test_a_layer_has_few_launches(rows: int) -> None:
     """Queries, keys and values are one launch, a gate and what it multiplies another."""
-    can = replace(Imagined(tensor_cores=True).capabilities, max_group_size=1024)
+    can = replace(Imagined(tensor_cores=True).capabilities, clusters=True, max_group_size=1024)
     shapes = (rows, 512), (512, 512), (128, 512), (128, 512), (1024, 512), (1024, 512), (512, 1024)
     x, *weights = inputs = [placeholder(shape, bfloat16) for shape in shapes]
     first = [transposed_product(x, weight) for weight in weights[:3]]
@@ -168,6 +217,8 @@ def test_a_layer_has_few_launches(rows: int) -> None:
     schedule = compile_graph([*first, elementwise.add(last, x)], inputs, {}, Target.of(can))
     parts = launch_parts(schedule, can)
     assert sum(len(part) for part in parts if isinstance(part, list)) == 3
-    for step in schedule.groups:
-        for call in step.calls:
+    for launches in arranged(parts, schedule, can, None, Sizes(TuningCache(""))):
+        assert isinstance(launches, list)
+        for call in launches:
+            assert isinstance(call, Call)
             assert compile_text(whole_text([call.source], "cuda"), "sm_90").startswith(b"\x7fELF")
