@@ -197,7 +197,7 @@ class Scheduler:
 
     def _read(self, step: Step) -> None:
         """Wait for the tokens of a step, and give them to their sequences."""
-        ids = step.ids.wait().tolist()
+        ids = step.mail.wait().take(step.places).tolist()
         logprobs = None if step.logprobs is None else step.logprobs.wait().tolist()
         top = None
         if step.top_ids is not None and step.top_logprobs is not None:
