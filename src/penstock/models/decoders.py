@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -71,16 +70,6 @@ class Step(NamedTuple):
     top_logprobs: Future[npt.NDArray[Any]] | None = None
 
 
-@dataclass
-class _Again:
-    """A step of tokens that the next may be like: of which sequences, its program and what that was given."""
-
-    sequences: list[TokenSequence]
-    program: Any
-    given: tuple[Tensor, ...]
-    repeated: Repeated | None = None  # the same with less to do, from the third time on
-
-
 class Decoder:
     """Memory for `pages` pages of keys and values, for up to `slots` sequences at a time."""
 
@@ -107,7 +96,8 @@ class Decoder:
         self._pages_of_slots = np.zeros((slots, pages_of(model.context)), np.int32)
         self.programs = Programs(_weakly(self._program), _weakly(self._compiling))
         self._see = _jitted(self._see_row)
-        self._again: _Again | None = None  # the last step, if that was of tokens and all is as it was
+        # The last step, for which sequences it was, if that was of tokens and all of them is as it was.
+        self._again: tuple[list[TokenSequence], Repeated] | None = None
         self._last: dict[str, tuple[npt.NDArray[Any], Tensor]] = {}  # what was uploaded for the last tokens
 
     @property
@@ -196,16 +186,19 @@ class Decoder:
         `computed` of each sequence counts that token already.
         """
         places = [_place(sequence.slot, sequence.computed) for sequence in sequences]
-        again, self._again = self._again, None
-        if again is None or again.sequences != sequences:
-            again, result = self._first_tokens(sequences)
-        else:
-            result = self._repeat(again)
-        self._again = again
-        return self._step(sequences, places, result)
+        if not self._repeats(sequences):
+            return self._step(sequences, places, self._first_tokens(sequences))
+        return self._step(sequences, places, ())
 
-    def _first_tokens(self, sequences: list[TokenSequence]) -> tuple[_Again | None, Others]:
-        """A step unlike the last; it may be repeated if its program is the best for it."""
+    def _repeats(self, sequences: list[TokenSequence]) -> bool:
+        """Take the last step once more, if nothing is to be changed on the device for it."""
+        if self._again is None or self._again[0] != sequences:
+            return False
+        with evaluating():
+            return self._again[1]()
+
+    def _first_tokens(self, sequences: list[TokenSequence]) -> Others:
+        """A step unlike the last; the next may be like it, if its program is the best for it."""
         rows = bucket(len(sequences), 1, self.slots)
         wanted = Bucket(rows, 0, self._width(sequences, _WIDE), False, self._needs_of(sequences))
         taken, program = self.programs.take(wanted)
@@ -214,19 +207,11 @@ class Decoder:
         self._fill(table, sequences)
         sampling = self._sampling(sequences, taken.rows)
         given = self._kept("slots", slots), self._kept("table", table), *sampling
-        again = _Again(list(sequences), program, given) if taken == wanted else None
-        return again, self._run(program, *given)
-
-    def _repeat(self, again: _Again) -> Others:
-        """The last step once more: all that it needs is on the device."""
-        if again.repeated is not None:
-            with evaluating():
-                if again.repeated():
-                    return ()
-        result: Others = self._run(again.program, *again.given)
+        others: Others = self._run(program, *given)
         with no_grad(), evaluating():
-            again.repeated = again.program.repeated(*again.given)
-        return result
+            repeated = program.repeated(*given) if taken == wanted else None
+        self._again = None if repeated is None else (list(sequences), repeated)
+        return others
 
     def _arrays(self, taken: Bucket) -> tuple[npt.NDArray[np.int32], ...]:
         """What a step is given, before it has any sequence."""
