@@ -173,11 +173,11 @@ class Executable:
 
         The inputs lie where they did.
         """
+        self.wrote = False
         if self._run_buffers.places is not last.places:
             return False
         if [arena.place for arena in self._arenas()] != last.arenas:
             return False
-        self.wrote = False
         before = self._stream.replayed
         try:
             return self._stream.repeat(last.program, last.uses)

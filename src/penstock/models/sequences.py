@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from penstock.data.tokenizer import TextStream
+from penstock.data.tokenizer import StreamDecoder, TextStream
 from penstock.models.paging import digests
 from penstock.models.sampling import Sampling, seed_words
 
@@ -117,7 +117,7 @@ class TokenSequence:
         logprob = logprob if asked.logprobs else None
         return Piece(self.index, token, text, logprob, self.finish_reason, tuple(top[: asked.top_logprobs]))
 
-    def _text(self, token: int, decoder: TextStream) -> str:
+    def _text(self, token: int, decoder: TextStream | StreamDecoder) -> str:
         """The text that a further token completes; a stop string in it ends the sequence."""
         text = self._held
         if token not in self._stop_tokens:

@@ -12,6 +12,7 @@ from operator import attrgetter
 from sys import getrefcount
 from typing import TYPE_CHECKING, Any
 
+from penstock.errors import OutOfDeviceMemory
 from penstock.graph.node import leaf
 from penstock.interrupts import held_back
 from penstock.memory.buffer import Buffer
@@ -85,6 +86,8 @@ class Repeated:
         try:
             launched: bool = program.run_again(self._run)
         except BaseException as error:
+            if isinstance(error, OutOfDeviceMemory) and not program.wrote:
+                return False
             if not isinstance(error, Exception) or program.wrote:
                 self._captured.damage(self._aliasing.replaced_inputs, self._arguments, error)
             raise
