@@ -123,8 +123,7 @@ class Device:
     @property
     def runs_programs(self) -> bool:
         """Whether runs are programs of this device itself, and no profile records them."""
-        opened = self._opened or self.layers()
-        return self.dispatcher is None and not opened.stream.recorders
+        return self.dispatcher is None and not (self._opened or self.layers()).stream.recorders
 
     @property
     def driver(self) -> Driver:
@@ -223,8 +222,7 @@ class Device:
 
     @limit_bytes.setter
     def limit_bytes(self, limit: int | str | None) -> None:
-        limit_bytes = None if limit is None else parse_bytes(limit)
-        self.layers().limit.limit_bytes = limit_bytes
+        limit_bytes = self.layers().limit.limit_bytes = None if limit is None else parse_bytes(limit)
         if limit_bytes is not None:
             self.keep_within(limit_bytes)
 
@@ -330,6 +328,10 @@ class Device:
         """The content of `buffer` after the commands recorded so far, as a future array."""
         shape = self._shape(buffer, dtype, shape, offset)
         return self.layers().transfers.download(self._own(buffer), dtype, shape, offset)
+
+    def reading(self, buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int]) -> Future[npt.NDArray[Any]]:
+        """Like `download`; without a copy if the host sees the memory, whose values may change later."""
+        return self.layers().transfers.reading(self._own(buffer), dtype, shape)
 
     def copy(
         self,

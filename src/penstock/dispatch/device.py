@@ -168,6 +168,10 @@ class AutoDevice(Device):
         """See Device."""
         return self.holder(buffer).download(buffer, dtype, shape, offset)
 
+    def reading(self, buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int]) -> Future[npt.NDArray[Any]]:
+        """See Device."""
+        return self.holder(buffer).reading(buffer, dtype, shape)
+
     def copy(
         self,
         target: Buffer,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from time import perf_counter
 from typing import Any
@@ -26,6 +25,7 @@ from penstock.compiler.launches import (
 from penstock.compiler.schedule import Copy, Location, Schedule, Step
 from penstock.drivers.driver import Kernel
 from penstock.execution.hosting import on_device
+from penstock.execution.launched import DirectLaunch, RepeatedRun, ends
 from penstock.execution.run_buffers import RunBuffers
 from penstock.graph.collectives import launcher, moves_on_device, result_bytes, started
 from penstock.graph.node import Array, Node
@@ -38,10 +38,8 @@ from penstock.memory.buffer import Buffer
 from penstock.plan.arenas import ArenaPlan
 from penstock.runtime import Device
 from penstock.stream.future import Future
-from penstock.stream.program import CopyEnds
 from penstock.stream.program import Program as Launches
-from penstock.stream.queue import BufferSizes
-from penstock.stream.recorder import Launch
+from penstock.stream.queue import BufferSizes, Uses
 from penstock.stream.stream import Stream
 
 _native = attrgetter("native")
@@ -155,6 +153,39 @@ class Executable:
             buffers[at].shared = True
         return [buffers[at] for at in self.schedule.results]
 
+    def repeated(self, inputs: Sequence[Buffer]) -> RepeatedRun | None:
+        """The last run, on these inputs, for `run_again`; None if it was more than launches in place."""
+        state, segment = self._run_buffers, self._current[0] if len(self._current) == 1 else None
+        in_place = all(given >= 0 for _, given in state.outputs) and not self._shared
+        if not state.places or not in_place or not isinstance(segment, _Segment) or self.schedule.hosted:
+            return None
+        arena, *more_arenas = self._arenas()
+        buffers = [arena, *inputs, *(inputs[given] for _, given in state.outputs), *more_arenas]
+        if [buffer.place for buffer in buffers] != state.places:
+            return None
+        arenas = [buffer.place for buffer in (arena, *more_arenas)]
+        buffers += [buffers[at].whole if whole else buffers[at] for at, whole in state.allocations]
+        program = segment.repeatable()
+        return None if program is None else RepeatedRun(program, segment.uses(buffers), state.places, arenas)
+
+    def run_again(self, last: RepeatedRun) -> bool:
+        """Launch what the last run did, while `device.running` is held; False if that was another run.
+
+        The inputs lie where they did.
+        """
+        self.wrote = False
+        if self._run_buffers.places is not last.places:
+            return False
+        if [arena.place for arena in self._arenas()] != last.arenas:
+            return False
+        before = self._stream.replayed
+        try:
+            return self._stream.repeat(last.program, last.uses)
+        except BaseException:
+            self.wrote = self._stream.replayed != before
+            self._run_buffers.places = []
+            raise
+
     def _new(self, output: int) -> Buffer:
         """Memory for a result."""
         spec = self.schedule.buffers[output]
@@ -267,7 +298,7 @@ class Executable:
     # Steps without a kernel
 
     def _copy(self, step: Copy, buffers: Sequence[Buffer]) -> None:
-        target, to, source, start = _ends(step, buffers)
+        target, to, source, start = ends(step, buffers)
         self.device.copy(target, source, step.nbytes, target_offset=to, source_offset=start)
 
     def _on_host(self, step: Step, buffers: Sequence[Buffer], numbers: Sequence[Any]) -> None:
@@ -320,21 +351,6 @@ class Executable:
     def _reading(self, node: Node, location: Location, buffers: Sequence[Buffer]) -> Future[Array]:
         buffer, offset = location
         return self.device.download(buffers[buffer], node.dtype, node.shape, offset * ALIGNMENT)
-
-
-def _ends(step: Copy, buffers: Sequence[Buffer]) -> CopyEnds:
-    (target, to), (source, start) = step.target, step.source
-    return CopyEnds(buffers[target], to * ALIGNMENT, buffers[source], start * ALIGNMENT)
-
-
-@dataclass(frozen=True, slots=True)
-class _DirectLaunch:
-    """A launch that gets all arguments at each run: the sources of the arguments in order."""
-
-    command: Launch
-    touched: Callable[[Sequence[Buffer]], Sequence[Buffer]]  # the buffers that it takes, of those of a run
-    scalars: list[int]
-    constants: Sequence[int]
 
 
 class _Segment:
@@ -399,7 +415,7 @@ class _Segment:
         slots = [slot for slot in moved or () if slot in self._slots] if known else self._slots
         self._replay(device.stream, slots, [buffers[slot] for slot in self._held], buffers, numbers)
 
-    def direct(self, schedule: Schedule) -> _DirectLaunch | None:
+    def direct(self, schedule: Schedule) -> DirectLaunch | None:
         """Its launch, if it has only one: setting every argument costs less than comparing them."""
         if len(self._calls) != 1:
             return None
@@ -411,7 +427,15 @@ class _Segment:
         scalars = args[len(slots) : len(args) - len(call.constants)]
         # By a slice, an item getter gives a sequence of a single buffer too.
         touched = itemgetter(*slots) if len(slots) > 1 else itemgetter(slice(slots[0], slots[0] + 1))
-        return _DirectLaunch((kernel, grid, group, sizes), touched, scalars, call.constants)
+        return DirectLaunch((kernel, grid, group, sizes), touched, scalars, call.constants)
+
+    def repeatable(self) -> Launches | None:
+        """What was launched last, if it can be launched again as it is."""
+        return self._bound if self._in_force and not self._copies else None
+
+    def uses(self, buffers: Sequence[Buffer]) -> Uses:
+        """What the launches touch, of the buffers of a run."""
+        return Uses([buffers[slot] for slot in self._held])
 
     def touches(self, slots: Iterable[int]) -> bool:
         """Whether a launch takes one of these buffers."""
@@ -440,7 +464,7 @@ class _Segment:
         if stale or numbers is not last:
             changes += [(places, numbers[at]) for at, places in self._places.items()]
         self._in_force = False  # until all of them are set: an interrupt may come between any two
-        copies = {number: _ends(step, buffers) for number, step in self._copies.items()}
+        copies = {number: ends(step, buffers) for number, step in self._copies.items()}
         stream.replay(self._bound, tuple(touched), changes, copies)
         for slot in changed:
             memories[slot] = buffers[slot].place

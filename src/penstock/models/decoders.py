@@ -16,15 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.graph.dtypes import DType
+from penstock.graph.node import leaf
 from penstock.graph.paged_attention import reads_pages
 from penstock.models.attending import PagedAttention
 from penstock.models.programs import Bucket, Programs, bucket, covering
-from penstock.models.sampling import Drawn, Needs, Sampling, needs_of, numbers_of, sample
+from penstock.models.sampling import Needs, Sampling, needs_of, numbers_of, sample
 from penstock.models.sequences import TokenSequence
 from penstock.nn.module import evaluating
 from penstock.runtime import Device
 from penstock.stream.future import Future
-from penstock.tensor.arithmetic import maximum, minimum, where
+from penstock.tensor.arithmetic import logical_and, maximum, minimum, where
 from penstock.tensor.assigning import with_rows
 from penstock.tensor.core import Tensor, from_numpy, resolve
 from penstock.tensor.creation import arange, ones, zeros
@@ -35,11 +36,16 @@ from penstock.tensor.jit import jit
 from penstock.tensor.manipulation import astype, reshape
 from penstock.tensor.recording import no_grad
 from penstock.tensor.reduction import max as max_
+from penstock.tensor.repeating import Repeated
 
 if TYPE_CHECKING:
     from penstock.models.model import LanguageModel
 
+# Log-probabilities of tokens, ids of the likeliest, and their log-probabilities, if they were asked for.
+Others = tuple[Tensor | None, ...]
+
 PAGE = 16  # positions of a page
+RECENT = 8  # positions of a sequence, the last, whose tokens the host can read
 _COUNTERS = 128  # for each sequence, with which kernels count workgroups: as many as it has heads, or fewer
 _SHORTEST = 16  # the smallest bucket of new tokens
 # The smallest tables of pages. Those of prompts that continue are small where all of their pages are read;
@@ -54,13 +60,14 @@ def pages_of(positions: int) -> int:
 
 
 class Step(NamedTuple):
-    """The tokens of a step on their way to the host: for each row, the sequence that gets one."""
+    """The tokens of a step on their way to the host: for each row, the sequence that gets one, and where."""
 
     rows: Sequence[TokenSequence | None]
-    ids: Future[npt.NDArray[Any]]
-    logprobs: Future[npt.NDArray[Any]] | None
-    top_ids: Future[npt.NDArray[Any]] | None
-    top_logprobs: Future[npt.NDArray[Any]] | None
+    places: Sequence[int]  # of their tokens in the mail
+    mail: Future[npt.NDArray[Any]]  # to be read before the next but `RECENT` - 1 steps are submitted
+    logprobs: Future[npt.NDArray[Any]] | None = None
+    top_ids: Future[npt.NDArray[Any]] | None = None
+    top_logprobs: Future[npt.NDArray[Any]] | None = None
 
 
 class Decoder:
@@ -79,6 +86,9 @@ class Decoder:
         self._from_pages = self._wide and self.device.capabilities.vector_width > 1
         self._caches = [self._empty((1,), weight.dtype) for _ in self._shapes]
         self._state = self._empty((slots, 2), int32)  # of each slot: its last token, and the positions before
+        # The last tokens of each slot, by their positions modulo `RECENT`, in memory that the host sees where
+        # there is such: steps that follow write to other places, so that nothing waits until it is read.
+        self._mail = self._empty((slots, RECENT), int32)
         self._counters = self._empty((slots * _COUNTERS,), int32)
         self._seen = self._empty((1,), bool_)  # for each slot and token whether it occurs, if anybody asks
         self._batch: list[TokenSequence] | None = None  # the sequences of the last step, and their settings
@@ -86,6 +96,8 @@ class Decoder:
         self._pages_of_slots = np.zeros((slots, pages_of(model.context)), np.int32)
         self.programs = Programs(_weakly(self._program), _weakly(self._compiling))
         self._see = _jitted(self._see_row)
+        # The last step, for which sequences it was, if that was of tokens and all of them is as it was.
+        self._again: tuple[list[TokenSequence], Repeated] | None = None
         self._last: dict[str, tuple[npt.NDArray[Any], Tensor]] = {}  # what was uploaded for the last tokens
 
     @property
@@ -107,18 +119,22 @@ class Decoder:
         shapes = [(2, self.pages, shape.heads, PAGE, shape.head_size) for shape in self._shapes]
         for cache, new in zip(self._caches, zeros_gathered(shapes, self._dtype, self.device), strict=True):
             cache._become(new._node)
+        mail = np.zeros((self.slots, RECENT), np.int32)
+        buffer = self.device.upload(mail, into=self.device.visible(mail.nbytes))
+        self._mail._become(leaf(buffer, mail.shape, int32))
 
     def release(self) -> None:
         """Give the memory of the pages back; the programs stay."""
         for tensor in (*self._caches, self._seen):
             tensor._become(self._empty((1,), tensor.dtype)._node)
-        self._batch = None
+        self._batch = self._again = None
         self._last.clear()
 
     # Steps
 
     def admit(self, sequence: TokenSequence) -> None:
         """Take a sequence, which has a slot and pages, into the batch."""
+        self._again = None
         self._pages_of_slots[sequence.slot, : len(sequence.pages)] = sequence.pages
         if sequence.setting.repetition_penalty == 1:
             return
@@ -134,11 +150,13 @@ class Decoder:
 
     def add_page(self, sequence: TokenSequence, page: int) -> None:
         """Give a sequence a further page."""
+        self._again = None
         self._pages_of_slots[sequence.slot, len(sequence.pages)] = page
         sequence.pages.append(page)
 
     def prompts(self, parts: Sequence[tuple[TokenSequence, int]]) -> Step:
         """Take the next tokens of prompts, so many of each; the next token of those that are complete."""
+        self._again = None
         longest = max(count for _, count in parts)
         length = bucket(longest, min(_SHORTEST, self.context), self.context)
         sequences = [sequence for sequence, _ in parts]
@@ -148,29 +166,52 @@ class Decoder:
         wanted = Bucket(rows, length, width, fresh, self._needs_of(sequences))
         taken, program = self.programs.take(wanted)
         ids, control, table = self._arrays(taken)
-        complete: list[TokenSequence | None] = [None] * taken.rows
+        complete: list[TokenSequence | None] = []
+        places: list[int] = []
         for row, (sequence, count) in enumerate(parts):
             start = sequence.computed
             first = sequence.origin + start
             ids[row, :count] = sequence.ids[first : first + count]
             ends = start + count == sequence.target
             control[row] = sequence.slot, start, count, sequence.first, ends
-            complete[row] = sequence if ends else None
+            complete.append(sequence if ends else None)
+            places.append(_place(sequence.slot, start + count))
         self._fill(table, sequences)
         sampling = self._sampling(sequences, taken.rows)
-        return self._step(complete, self._run(program, ids, control, table, *sampling))
+        return self._step(complete, places, self._run(program, ids, control, table, *sampling))
 
     def tokens(self, sequences: list[TokenSequence]) -> Step:
-        """Append the token of the last step to each of these sequences; the next token of each."""
+        """Append the token of the last step to each of these sequences; the next token of each.
+
+        `computed` of each sequence counts that token already.
+        """
+        places = [_place(sequence.slot, sequence.computed) for sequence in sequences]
+        if not self._repeats(sequences):
+            return self._step(sequences, places, self._first_tokens(sequences))
+        return self._step(sequences, places, ())
+
+    def _repeats(self, sequences: list[TokenSequence]) -> bool:
+        """Take the last step once more, if nothing is to be changed on the device for it."""
+        if self._again is None or self._again[0] != sequences:
+            return False
+        with evaluating():
+            return self._again[1]()
+
+    def _first_tokens(self, sequences: list[TokenSequence]) -> Others:
+        """A step unlike the last; the next may be like it, if its program is the best for it."""
         rows = bucket(len(sequences), 1, self.slots)
-        width = self._width(sequences, _WIDE)
-        taken, program = self.programs.take(Bucket(rows, 0, width, False, self._needs_of(sequences)))
+        wanted = Bucket(rows, 0, self._width(sequences, _WIDE), False, self._needs_of(sequences))
+        taken, program = self.programs.take(wanted)
         slots, table = self._arrays(taken)
         slots[: len(sequences)] = [sequence.slot for sequence in sequences]
         self._fill(table, sequences)
-        given = self._kept("slots", slots), self._kept("table", table)
-        result = self._run(program, *given, *self._sampling(sequences, taken.rows))
-        return self._step([*sequences, *[None] * (taken.rows - len(sequences))], result)
+        sampling = self._sampling(sequences, taken.rows)
+        given = self._kept("slots", slots), self._kept("table", table), *sampling
+        others: Others = self._run(program, *given)
+        with no_grad(), evaluating():
+            repeated = program.repeated(*given) if taken == wanted else None
+        self._again = None if repeated is None else (list(sequences), repeated)
+        return others
 
     def _arrays(self, taken: Bucket) -> tuple[npt.NDArray[np.int32], ...]:
         """What a step is given, before it has any sequence."""
@@ -219,9 +260,13 @@ class Decoder:
         with no_grad(), evaluating():
             return program(*given)
 
-    def _step(self, rows: list[TokenSequence | None], drawn: Drawn) -> Step:
-        others = (None if part is None else part.numpy_async() for part in drawn[1:])
-        return Step(rows, drawn.ids.numpy_async(), *others)
+    def _step(self, rows: Sequence[TokenSequence | None], places: list[int], others: Others) -> Step:
+        read = (None if part is None else part.numpy_async() for part in others)
+        return Step(rows, places, self._mailed(), *read)
+
+    def _mailed(self) -> Future[npt.NDArray[Any]]:
+        """The mail after the last step, without a copy where the host sees it."""
+        return self.device.reading(self._mail._node.value, int32, (self.slots * RECENT,))
 
     # Programs
 
@@ -232,9 +277,11 @@ class Decoder:
 
     def cover(self, chosen: Bucket) -> None:
         """Build a program that may take the steps of others, and run it for no sequence."""
+        self._again = None
         self._have_seen()
         sampling = self._sampling([], chosen.rows)
-        self._run(self.programs.cover(chosen), *self._arrays(chosen), *sampling).ids.numpy()
+        self._run(self.programs.cover(chosen), *self._arrays(chosen), *sampling)
+        self._mailed().wait()
 
     def _program(self, chosen: Bucket) -> Any:
         if chosen.length:
@@ -263,7 +310,7 @@ class Decoder:
         *,
         fresh: bool,
         needs: Needs,
-    ) -> Drawn:
+    ) -> Others:
         """A part of the prompts; sequences whose prompt it completes get a token."""
         slots, starts, counts, firsts, ends = (control[:, k] for k in range(5))
         rows, length = ids.shape
@@ -272,11 +319,11 @@ class Decoder:
         flat = reshape(features, (rows * length, features.shape[-1]))
         last = arange(rows, dtype=int32, device=ids.device) * length + maximum(counts - 1, 0)
         drawing = (numbers, seeds, needs)
-        return self._chosen(flat[last], where(ends > 0, slots, -1), starts + counts, *drawing)
+        return self._chosen(flat[last], where(ends > 0, slots, -1), starts + counts, True, *drawing)
 
     def _take_token(
         self, slots: Tensor, table: Tensor, numbers: Tensor, seeds: Tensor, *, needs: Needs
-    ) -> Drawn:
+    ) -> Others:
         """The token of the last step, in the slots that are given."""
         rows = slots.shape[0]
         inside = reshape(slots >= 0, (rows, 1))
@@ -288,12 +335,22 @@ class Decoder:
         )
         features = self._network.run(reshape(tokens, (rows, 1)), attention)
         flat = reshape(features, (rows, features.shape[-1]))
-        return self._chosen(flat, slots, starts + 1, numbers, seeds, needs)
+        return self._chosen(flat, slots, starts + 1, False, numbers, seeds, needs)
 
     def _chosen(
-        self, features: Tensor, slots: Tensor, lengths: Tensor, numbers: Tensor, seeds: Tensor, needs: Needs
-    ) -> Drawn:
-        """Draw the next tokens, and note them for the slots that are not -1."""
+        self,
+        features: Tensor,
+        slots: Tensor,
+        lengths: Tensor,
+        begins: bool,
+        numbers: Tensor,
+        seeds: Tensor,
+        needs: Needs,
+    ) -> Others:
+        """Draw the next tokens, and note them for the slots that are not -1; what else was asked for.
+
+        `begins`: these are the first tokens, so that the state does not have the lengths of before.
+        """
         logits = self._network.logits(features)
         seen = None
         if needs.penalizes:
@@ -303,26 +360,37 @@ class Decoder:
         if needs.penalizes:
             index = where(slots >= 0, slots * self._vocab_size + ids, -1)
             self._seen._rebind(with_rows(self._seen, index, ones(ids.shape, dtype=bool_, device=ids.device)))
-        self._note(slots, ids, lengths)
-        return drawn
+        self._note(slots, ids, lengths if begins else None)
+        return drawn[1:]
 
-    def _note(self, slots: Tensor, ids: Tensor, lengths: Tensor) -> None:
-        """Have the last tokens and the lengths of slots in the state.
+    def _note(self, slots: Tensor, ids: Tensor, lengths: Tensor | None) -> None:
+        """Have the last tokens and the lengths of slots in the state, and the tokens in the mail.
 
-        By comparing all slots: that is a single small kernel, together with what computes the tokens.
+        `lengths`: those of rows; None if each has one position more than before. Then the state is written in
+        place, as every item depends on nothing else in it.
+        By comparing all slots: these are two small kernels, together with what computes the tokens.
         """
-        rows, device = slots.shape[0], slots.device
-        own = reshape(arange(self.slots, dtype=int32, device=device), (self.slots, 1, 1))
-        is_token = reshape(arange(2, dtype=int32, device=device), (1, 2, 1)) == 0
-        same = own == reshape(slots, (1, 1, rows))
-        new = where(is_token, reshape(ids, (1, 1, rows)), reshape(lengths, (1, 1, rows)))
-        new = max_(where(same, new, -1), axis=2)  # neither tokens nor lengths are negative
-        self._state._rebind(where(new >= 0, new, self._state))
+        device = slots.device
+        same = reshape(arange(self.slots, dtype=int32, device=device), (self.slots, 1)) == slots
+        # Of each slot, -1 if it takes no part: neither tokens nor lengths are negative.
+        tokens = max_(where(same, ids, -1), axis=1, keepdims=True)
+        moved, state = self._state[:, 1:] + 1, self._state + 1
+        if lengths is not None:
+            moved = state = max_(where(same, lengths, -1), axis=1, keepdims=True)
+        here = arange(RECENT, dtype=int32, device=device) == moved % RECENT
+        self._mail._rebind(where(logical_and(tokens >= 0, here), tokens, self._mail))
+        is_token = arange(2, dtype=int32, device=device) == 0
+        self._state._rebind(where(tokens >= 0, where(is_token, tokens, state), self._state))
 
     def _see_row(self, slot: Tensor, row: Tensor) -> None:
         """Note all tokens of a sequence."""
         shape = (self.slots, self._vocab_size)
         self._seen._rebind(reshape(with_rows(reshape(self._seen, shape), slot, row), self._seen.shape))
+
+
+def _place(slot: int, position: int) -> int:
+    """Where the mail has the token at a position of a slot."""
+    return slot * RECENT + position % RECENT
 
 
 def page_bytes(model: LanguageModel) -> int:

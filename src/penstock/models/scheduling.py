@@ -15,6 +15,7 @@ from penstock.models.paging import Pages
 from penstock.models.programs import bucket
 from penstock.models.sequences import Piece, TokenSequence
 
+_AHEAD = 2  # steps that are submitted before the one before them is read: fewer than `RECENT`
 CHUNK, CPU_CHUNK = 2048, 512  # tokens of a step of prompts: on a GPU, and elsewhere
 
 
@@ -75,14 +76,16 @@ class Scheduler:
                 self.waiting.remove(sequence)
 
     def advance(self) -> None:
-        """Submit a step, and read the step before it, so that the device does not wait for the host."""
+        """Submit a step, and read those before it that are done, so that the device waits for no host."""
         self._admit()
         self.blocked = bool(self.waiting and self._slots)
         step = self._next()
         if step is not None:
             self.counts.steps += 1
             self._pending.append(step)
-        if self._pending and (len(self._pending) > 1 or step is None):
+        if self._pending and (step is None or len(self._pending) > _AHEAD):
+            self._read(self._pending.popleft())
+        while self._pending and self._pending[0].mail.is_ready():
             self._read(self._pending.popleft())
 
     def _next(self) -> Step | None:
@@ -197,7 +200,7 @@ class Scheduler:
 
     def _read(self, step: Step) -> None:
         """Wait for the tokens of a step, and give them to their sequences."""
-        ids = step.ids.wait().tolist()
+        ids = step.mail.wait().take(step.places).tolist()
         logprobs = None if step.logprobs is None else step.logprobs.wait().tolist()
         top = None
         if step.top_ids is not None and step.top_logprobs is not None:

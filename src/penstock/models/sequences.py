@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from penstock.data.tokenizer import StreamDecoder, TextStream
 from penstock.models.paging import digests
 from penstock.models.sampling import Sampling, seed_words
 
@@ -107,23 +108,27 @@ class TokenSequence:
     def push(self, token: int, logprob: float | None = None, top: Sequence[tuple[int, float]] = ()) -> Piece:
         """The piece of a further token, given what was computed for it; it has what was asked for."""
         self.ids.append(token)
-        text = self._held
         if token in self._stop_tokens:
             self.finish_reason = "stop"
-            text += self._decoder.finish() if self._decoder else ""
-        else:
-            text += self._decoder.push([token]) if self._decoder else ""
-            if len(self.ids) - self.prompt_length == self.max_tokens:
-                self.finish_reason = "length"
-                text += self._decoder.finish() if self._decoder else ""
+        elif len(self.ids) - self.prompt_length == self.max_tokens:
+            self.finish_reason = "length"
+        text = "" if self._decoder is None else self._text(token, self._decoder)
+        asked = self.setting
+        logprob = logprob if asked.logprobs else None
+        return Piece(self.index, token, text, logprob, self.finish_reason, tuple(top[: asked.top_logprobs]))
+
+    def _text(self, token: int, decoder: TextStream | StreamDecoder) -> str:
+        """The text that a further token completes; a stop string in it ends the sequence."""
+        text = self._held
+        if token not in self._stop_tokens:
+            text += decoder.push([token])
+        if self.finish_reason:
+            text += decoder.finish()
         ends = [place for string in self._stop if (place := text.find(string)) >= 0]
         if ends:
             text, self.finish_reason = text[: min(ends)], "stop"
         self._held = "" if self.finish_reason else _beginning(text, self._stop)
-        shown = text[: len(text) - len(self._held)]
-        asked = self.setting
-        logprob = logprob if asked.logprobs else None
-        return Piece(self.index, token, shown, logprob, self.finish_reason, tuple(top[: asked.top_logprobs]))
+        return text[: len(text) - len(self._held)]
 
 
 def _beginning(text: str, stop: Sequence[str]) -> str:

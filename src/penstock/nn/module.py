@@ -95,7 +95,11 @@ class Module:
         """Whether it is in training mode. A jitted function that reads this is captured for each value."""
         capturing = capture.get()
         if capturing is not None:
-            capturing.assume(lambda: self._training and not _evaluating.get())
+            # The same fact for all modules that are evaluated by a block: each call checks it once.
+            by_block = _evaluating.get()
+            capturing.assume(
+                _evaluating.get if by_block else lambda: self._training and not _evaluating.get()
+            )
         return self._training and not _evaluating.get()
 
     @training.setter

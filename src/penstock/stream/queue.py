@@ -38,6 +38,18 @@ class BufferSizes(tuple[int, ...]):
     """Stands for the remembered arguments of a command that are all buffers."""
 
 
+class Uses:
+    """The memories that launches touch each time. It keeps none of them from other use."""
+
+    __slots__ = ("nbytes", "sizes", "usages")
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        """`buffers`: one of each memory."""
+        self.sizes = BufferSizes([buffer.nbytes for buffer in buffers])
+        self.usages = [buffer.usage for buffer in buffers]
+        self.nbytes = sum(buffer.memory.nbytes for buffer in buffers)
+
+
 class Batch:
     """Commands that are submitted together, and the bytes of the distinct memories that they touch."""
 
@@ -119,6 +131,35 @@ class CommandQueue:
         opened.nbytes += nbytes
         return waits or None
 
+    def admit_again(self, uses: Uses) -> list[Event] | None:
+        """The events that a new command has to wait for; None: the host views any of its memories."""
+        waits = []
+        opened, is_new = self._open, False
+        for usage in uses.usages:
+            batch = usage.batch
+            if usage.viewers:
+                return None
+            if batch is opened:
+                continue
+            is_new = True
+            queue = None if batch is None else batch.queue
+            if queue is not self and usage.event is not None and not self._driver.is_done(usage.event):
+                if queue is not None:
+                    queue.submit()
+                waits.append(usage.event)
+        if is_new:
+            opened.nbytes += uses.nbytes
+        return waits
+
+    def record_again(self, uses: Uses, events: Sequence[Event], commands: Sequence[Command]) -> None:
+        """Add commands like `record_all`."""
+        if events:
+            batch, event = self._open, events[-1]
+            for usage in uses.usages:
+                usage.batch = batch
+                usage.event = event
+            self.record_all((), events, commands)
+
     def record(self, event: Event, command: Command, buffers: Sequence[Buffer]) -> None:
         """Add a command that the driver has recorded, on these buffers; submit if there are enough."""
         batch = self._open
@@ -132,7 +173,7 @@ class CommandQueue:
             self.submit()
 
     def record_all(
-        self, events: Sequence[Event], commands: Sequence[Command], buffers: Sequence[Buffer]
+        self, buffers: Sequence[Buffer], events: Sequence[Event], commands: Sequence[Command]
     ) -> None:
         """Add several commands. The last of them, which ends after all others, is the last use of memory."""
         if events:
@@ -231,3 +272,21 @@ def _describe_argument(argument: Any) -> str:
     if isinstance(argument, BufferSize):
         return f"{int(argument)}-byte buffer"
     return f"{argument.nbytes}-byte array" if isinstance(argument, np.ndarray) else repr(argument)
+
+
+def split(kernel: Kernel, args: Sequence[Any]) -> tuple[list[Any], list[Buffer], list[Any]]:
+    """The native arguments, the buffers among them, and a description of both to remember."""
+    native, sizes = list(args), list(args)
+    buffers = []
+    try:
+        for slot in kernel.buffer_slots:
+            buffer = args[slot]
+            native[slot] = buffer.native
+            sizes[slot] = BufferSize(buffer.nbytes)
+            buffers.append(buffer)
+        if len(native) == len(kernel.signature):
+            return native, buffers, sizes
+    except (AttributeError, IndexError):
+        pass
+    given = ", ".join("buffer" if isinstance(arg, Buffer) else type(arg).__name__ for arg in args)
+    raise TypeError(f"kernel {kernel.name!r} takes ({', '.join(kernel.signature)}), and ({given}) was given")

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -16,7 +17,7 @@ from penstock.errors import DeviceError, DeviceUnavailable
 from penstock.memory.buffer import Buffer
 from penstock.memory.pool import BufferPool
 from penstock.stream.program import CopyEnds, Program
-from penstock.stream.queue import BufferSize, BufferSizes, CommandQueue, FlushPolicy, describe
+from penstock.stream.queue import BufferSizes, CommandQueue, FlushPolicy, Uses, describe, split
 from penstock.stream.recorder import Command, Launch, Recorder
 from penstock.stream.waits import WaitLedger
 
@@ -61,7 +62,7 @@ class Stream:
 
     def launch(self, kernel: Kernel, grid: Grid, group: Grid, args: Sequence[Any]) -> None:
         """Record a launch of `grid` workgroups of `group` threads. Parameters with `*` take buffers."""
-        native, buffers, sizes = _split(kernel, args)
+        native, buffers, sizes = split(kernel, args)
         if 0 in grid:
             return  # some drivers refuse an empty grid
         self.launch_native((kernel, grid, group, sizes), native, buffers)
@@ -103,7 +104,7 @@ class Stream:
                 commands.append((kernel, grid, group, args))
                 bound.append(None)  # until a graph needs it
                 continue
-            native, buffers, sizes = _split(kernel, args)
+            native, buffers, sizes = split(kernel, args)
             if 0 in grid:
                 continue
             commands.append((kernel, grid, group, sizes))
@@ -164,6 +165,26 @@ class Stream:
                 return
             for start in range(0, len(program.bound), step):
                 self._record(program.bound[start : start + step], commands[start : start + step], touched)
+
+    def repeat(self, program: Program, uses: Uses) -> bool:
+        """Record a program without copies once more, all as it was; False if `replay` has to.
+
+        That is so if the host views any of its memories.
+        """
+        with self.lock:
+            if self.unavailable:
+                self.check_available()
+            bound, commands = program.bound, program.commands
+            if len(bound) > 1 and self._graph(program, {}):
+                bound, commands = [program.graph], [("replay", 0, None, (program, uses.sizes))]
+            step = self.policy.max_commands
+            for start in range(0, len(bound), step):
+                waits = self.compute.admit_again(uses)
+                if waits is None:
+                    return False
+                part = slice(start, start + step)
+                self._launch(bound[part], commands[part], waits, partial(self.compute.record_again, uses))
+        return True
 
     def _record_beside(
         self,
@@ -278,6 +299,16 @@ class Stream:
         waits = self.compute.dependencies(buffers)
         if after:
             waits = [*(waits or ()), *after]
+        return self._launch(bound, commands, waits, partial(self.compute.record_all, buffers))
+
+    def _launch(
+        self,
+        bound: Sequence[Any],
+        commands: Sequence[Command],
+        waits: list[Event] | None,
+        note: Callable[[list[Event], Sequence[Command]], None],
+    ) -> list[Event]:
+        """Launch what is bound, and have it noted; the events."""
         events: list[Event] = []
         try:
             try:
@@ -286,7 +317,7 @@ class Stream:
                 raise DeviceError(error.reason, describe(commands[len(events)])) from None
             finally:
                 self.replayed += len(events)
-                self.compute.record_all(events, commands[: len(events)], buffers)
+                note(events, commands[: len(events)])
         except DeviceError:
             raise
         except BaseException:
@@ -455,21 +486,3 @@ class Stream:
             errors = [error for queue in self._queues if (error := queue.take_error()) is not None]
         if errors:
             raise errors[0]
-
-
-def _split(kernel: Kernel, args: Sequence[Any]) -> tuple[list[Any], list[Buffer], list[Any]]:
-    """The native arguments, the buffers among them, and a description of both to remember."""
-    native, sizes = list(args), list(args)
-    buffers = []
-    try:
-        for slot in kernel.buffer_slots:
-            buffer = args[slot]
-            native[slot] = buffer.native
-            sizes[slot] = BufferSize(buffer.nbytes)
-            buffers.append(buffer)
-        if len(native) == len(kernel.signature):
-            return native, buffers, sizes
-    except (AttributeError, IndexError):
-        pass
-    given = ", ".join("buffer" if isinstance(arg, Buffer) else type(arg).__name__ for arg in args)
-    raise TypeError(f"kernel {kernel.name!r} takes ({', '.join(kernel.signature)}), and ({given}) was given")

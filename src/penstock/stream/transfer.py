@@ -96,6 +96,25 @@ class Transfers:
             finish=lambda: self._looked_at(self._checked(result, (before, event))),
         )
 
+    def reading(self, buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int]) -> Future[npt.NDArray[Any]]:
+        """The same without a copy, if the host sees the memory: later commands may change the values."""
+        host, usage = buffer.memory.host, buffer.usage
+        if host is None:
+            return self.download(buffer, dtype, shape)
+        with self._stream.lock:
+            self._stream.check_available()
+            if usage.batch is not None:
+                usage.batch.queue.submit()
+            event = usage.event
+        result: npt.NDArray[Any] = np.ndarray(shape, dtype, host, buffer.offset)
+        if event is None:
+            return _made(lambda: self._looked_at(result))
+        return Future(
+            poll=partial(self._driver.is_done, event),
+            block=partial(self._stream.wait, event, "download"),
+            finish=lambda: self._looked_at(self._checked(result, (event,))),
+        )
+
     def copy(
         self, target: Buffer, target_offset: int, source: Buffer, source_offset: int, nbytes: int
     ) -> None:

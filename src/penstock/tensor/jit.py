@@ -27,6 +27,7 @@ from penstock.tensor.core import Tensor, captured_by
 from penstock.tensor.jit_program import SLOT, captured_program, compiling, memory_plan
 from penstock.tensor.leaves import leaf_of
 from penstock.tensor.recording import recording
+from penstock.tensor.repeating import Repeated
 from penstock.tensor.replay import Captured, replaced
 from penstock.tensor.tracing import Tracing
 
@@ -98,16 +99,7 @@ class _Jitted:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors: list[Tensor] = []
-        key: tuple[Any, ...] = (
-            recording(),
-            _flattened(args, tensors),
-            _flattened(kwargs, tensors) if kwargs else (),
-        )
-        if len(tensors) > 1 and len(set(map(id, tensors))) < len(tensors):
-            positions = {id(tensor): position for position, tensor in enumerate(tensors)}
-            key += (
-                tuple(positions[id(tensor)] for tensor in tensors),
-            )  # which arguments are the same tensor
+        key = _key(args, kwargs, tensors)
         captured, start = self._known(key, tensors), 0.0  # when a capture started
         if captured is None:
             start = perf_counter()
@@ -119,6 +111,12 @@ class _Jitted:
         if captured.device.stream.recorders:
             return captured.recorded_replay(tensors, start)
         return captured.replay(tensors)
+
+    def repeated(self, *args: Any) -> Repeated | None:
+        """The call with these arguments that was just made, to be repeated; None if that saves nothing."""
+        tensors: list[Tensor] = []
+        captured = self._known(_key(args, {}, tensors), tensors)
+        return None if captured is None else Repeated.of(captured, tensors)
 
     def schedules(self) -> list[Schedule]:
         """See the function of that name."""
@@ -191,6 +189,19 @@ class _Jitted:
             outputs: list[Tensor] = []
             _flattened(result, outputs)
             yield tracing, result, outputs
+
+
+def _key(args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> tuple[Any, ...]:
+    """What the captures of a function depend on; the tensors of a call are appended to the list."""
+    key: tuple[Any, ...] = (
+        recording(),
+        _flattened(args, tensors),
+        _flattened(kwargs, tensors) if kwargs else (),
+    )
+    if len(tensors) > 1 and len(set(map(id, tensors))) < len(tensors):
+        positions = {id(tensor): position for position, tensor in enumerate(tensors)}
+        key += (tuple(positions[id(tensor)] for tensor in tensors),)  # which arguments are the same tensor
+    return key
 
 
 def _flattened(value: Any, tensors: list[Tensor]) -> Any:

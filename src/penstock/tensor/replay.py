@@ -29,15 +29,13 @@ from penstock.tensor.aliasing import Aliasing
 from penstock.tensor.core import Tensor
 from penstock.tensor.index_watch import IndexWatch
 from penstock.tensor.jit_gradients import Differentiable
+from penstock.tensor.outcome import Outcome
 from penstock.tensor.tracing import MadeInside, NoValue, Origin, ends_in
 
 if TYPE_CHECKING:
     from penstock.execution.executable import Executable
 
 Source = Origin | Node  # a tensor that exists before the call, or a constant
-
-
-_DONATED = NoValue(ValueError, "this tensor was donated to a jitted function, which may have overwritten it")
 
 
 class Slot:
@@ -126,9 +124,9 @@ class Captured:
             if not isinstance(source, int) or self.wanted.count(source) > 1
         ]
         # What holds each input, or the number of an argument, if none is a gradient.
-        self._holders: list[tuple[Tensor | _Fixed | None, int]] = []
+        self.holders: list[tuple[Tensor | _Fixed | None, int]] = []
         if not any(isinstance(source, Origin) and source.gradient_of is not None for source in self.inputs):
-            self._holders = [
+            self.holders = [
                 (_Fixed(source), -1) if isinstance(source, Node) else (source.outside, source.argument)
                 for source in self.inputs
             ]
@@ -141,22 +139,23 @@ class Captured:
         ]
         self._given_grads = [(origin, none) for origin, none in self.guards.grads if origin.outside is None]
         self._careful = bool(self.changes or self.donated)
+        # Whether a call does nothing but launch, and give tensors other values.
+        more = (self.results, self.parts, self.watches, self.donated, self._graded, self._given_grads)
+        other = (self.changes.histories, self.changes.grads, self.changes.flags)
+        self.only_launches = bool(self.holders) and not any((*more, *other))
         self._launched = False  # whether the present replay will take effect
 
     # Validity for a call
 
     def still_true(self, arguments: Sequence[Tensor]) -> bool:
         """Whether the state outside is the same as at the capture."""
-        if self.device.limit_bytes != self.limit_bytes:
+        if not self.same_facts():
             return False
         for tensor, without in self._graded:
             if (tensor._actual_grad is None) != without:
                 return False
         for origin, without in self._given_grads:
             if (origin.tensor(arguments)._actual_grad is None) != without:
-                return False
-        for fact, answer in self.guards.facts:
-            if fact() != answer:
                 return False
         if self.guards.outside and not self._same_aliases(arguments):
             return False
@@ -169,6 +168,12 @@ class Captured:
         for at in changed:
             self._seen[at] = weakref.ref(self._watched[at]._actual_node)
         return True
+
+    def same_facts(self) -> bool:
+        """Whether all but tensors is the same as at the capture."""
+        if self.device.limit_bytes != self.limit_bytes:
+            return False
+        return all(fact() == answer for fact, answer in self.guards.facts)
 
     def _is(
         self, tensor: Tensor, shape: Shape, dtype: DType, requires_grad: bool, ends: bool, made: bool
@@ -249,7 +254,7 @@ class Captured:
 
     def _replay_now(self, arguments: list[Tensor]) -> Any:
         inputs = [
-            (arguments[at] if holder is None else holder)._actual_node.value for holder, at in self._holders
+            (arguments[at] if holder is None else holder)._actual_node.value for holder, at in self.holders
         ]
         if not inputs or None in inputs:
             inputs = [self._node(source, arguments).value for source in self.inputs]
@@ -268,11 +273,11 @@ class Captured:
             )
         # First, as these references keep values from being overwritten that a gradient will need.
         read = self._read(arguments)
-        aliasing = self._aliasing.get(program) or self._aliasing_of(program)
+        aliasing = self.aliasing_of(program)
         replaced_inputs, kept = self._free_memory(inputs, aliasing, arguments)
         positions = aliasing.others if kept is aliasing.kept else self._not_kept(kept)
 
-        def finish(outputs: list[Buffer]) -> _Outcome:
+        def finish(outputs: list[Buffer]) -> Outcome:
             return self._outcome(outputs, positions, arguments, read)
 
         if self._careful:
@@ -290,7 +295,7 @@ class Captured:
         program: Any,
         inputs: list[Buffer],
         replaced_inputs: dict[int, int],
-        finish: Callable[[list[Buffer]], _Outcome],
+        finish: Callable[[list[Buffer]], Outcome],
         arguments: list[Tensor],
     ) -> Any:
         """Run the program and change tensors; a failure changes none, or marks them as damaged."""
@@ -308,10 +313,11 @@ class Captured:
                 if outputs is not None:  # all launches succeeded
                     finish(outputs).take_effect()
                 elif not isinstance(error, Exception) or any(part.wrote for part in _programs(program)):
-                    self._damage(replaced_inputs, arguments, error)
+                    self.damage(replaced_inputs, arguments, error)
                 raise
 
-    def _damage(self, replaced_inputs: dict[int, int], arguments: list[Tensor], error: BaseException) -> None:
+    def damage(self, replaced_inputs: dict[int, int], arguments: list[Tensor], error: BaseException) -> None:
+        """Mark the tensors that were being overwritten."""
         reason = f"{type(error).__name__}: {error}".rstrip(": ")
         lost = NoValue(
             DamagedTensor,
@@ -332,7 +338,7 @@ class Captured:
 
     def _outcome(
         self, outputs: list[Buffer], positions: list[int], arguments: list[Tensor], read: tuple[Node, ...]
-    ) -> _Outcome:
+    ) -> Outcome:
         """The results, and the new values of tensors at these positions of `wanted`, not applied yet."""
         buffers: dict[int, Buffer] = {}
         for position in positions:
@@ -344,7 +350,7 @@ class Captured:
             if position in buffers:
                 buffers[position].shared = True
         results = [self._result(at, buffers[at], read) for at in range(self.results)]
-        outcome = _Outcome(replaced(self.result, iter(results)))
+        outcome = Outcome(replaced(self.result, iter(results)))
         if not self._careful:
             return outcome
         end = self.results + len(self.changes.values)
@@ -404,10 +410,12 @@ class Captured:
             recorder.computed(run)
         return result
 
-    def _aliasing_of(self, program: Any) -> Aliasing:
-        aliasing = self._aliasing[program] = Aliasing(
-            self, None if program is None else program.may_overwrite
-        )
+    def aliasing_of(self, program: Any) -> Aliasing:
+        """Which outputs of a program of it are written over which inputs."""
+        aliasing = self._aliasing.get(program)
+        if aliasing is None:
+            may = None if program is None else program.may_overwrite
+            aliasing = self._aliasing[program] = Aliasing(self, may)
         return aliasing
 
     def _free_memory(
@@ -455,31 +463,6 @@ class Captured:
                 if chosen is not None:
                     replaced_inputs[chosen] = at
         return replaced_inputs, kept
-
-
-@dataclass
-class _Outcome:
-    """The result of a replay, and its changes of tensors; to apply them twice is the same as once."""
-
-    result: Any
-    values: list[tuple[Tensor, Node, bool]] = field(default_factory=list)
-    grads: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
-    flags: list[tuple[Tensor, bool]] = field(default_factory=list)
-    donated: list[Tensor] = field(default_factory=list)
-
-    def take_effect(self) -> None:
-        for tensor in self.donated:
-            node = tensor._actual_node
-            tensor._actual_node = leaf(_DONATED, node.shape, node.dtype)
-        for tensor, node, has_history in self.values:
-            if has_history:
-                tensor._actual_node, tensor._actual_requires_grad = node, True
-            else:
-                tensor._become(node)
-        for tensor, gradient in self.grads:
-            tensor._actual_grad = gradient
-        for tensor, flag in self.flags:
-            tensor.requires_grad_(flag)
 
 
 @contextmanager

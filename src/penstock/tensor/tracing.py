@@ -170,7 +170,9 @@ class Tracing:
 
     def assume(self, fact: Callable[[], object]) -> None:
         """Note a fact outside that is no tensor, and its present value."""
-        self.facts.append((fact, fact()))
+        noted = fact, fact()
+        if noted not in self.facts:
+            self.facts.append(noted)
 
     def part(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """The object that `make` returns, once for each key; see `Captured.parts`."""
