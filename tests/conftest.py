@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy reads it once; other tests have the other cores
+
 import numpy as np
 import pocl_headers
 import pyopencl as cl
