@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import graphlib
 import os
 import random
 import signal
@@ -15,6 +16,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy reads it once; other tests have the other cores
 
 import numpy as np
 import pocl_headers
@@ -128,12 +131,15 @@ class GraphingHost(HostDriver):
 
     def capture(self, bound: Sequence[Any], after: Sequence[Sequence[int]]) -> Any:
         """In another order, whatever `after` permits."""
-        waiting, order = list(range(len(bound))), []
-        while waiting:
-            ready = [item for item in waiting if not set(after[item]).intersection(waiting)]
-            order.append(self._random.choice(ready))
-            waiting.remove(order[-1])
-        return [bound[item] for item in order]
+        left, order = graphlib.TopologicalSorter(dict(enumerate(after))), []
+        left.prepare()
+        ready = list(left.get_ready())
+        while ready:
+            item = ready.pop(self._random.randrange(len(ready)))
+            order.append(bound[item])
+            left.done(item)
+            ready += left.get_ready()
+        return order
 
     def bind_copy(self, target: Any, source: Any, nbytes: int, to_device: bool) -> Any:
         assert target.nbytes == source.nbytes == nbytes

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DRIVERS, SMALL
+from conftest import CUDA_KINDS, DRIVERS, SMALL, WEBGPU_KINDS
 from hypothesis import given
 from hypothesis import strategies as st
 from test_random_graphs import grown
@@ -289,6 +289,7 @@ def gpt(device: Device) -> tuple[Any, Callable[[ps.Tensor], ps.Tensor]]:
 
 
 NETWORKS = {"mlp": mlp, "gpt": gpt}
+FAR = ("host-far", "opencl-device", *CUDA_KINDS, *WEBGPU_KINDS)  # memory of their own, for which budgets are
 OPTIMIZERS: dict[str, Any] = {"mlp": partial(optim.SGD, momentum=0.9), "gpt": optim.AdamW}
 
 
@@ -328,6 +329,7 @@ def test_training_under_any_budget_has_the_same_bits(device: Device, monkeypatch
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("device", FAR, indirect=True)
 def test_so_has_a_gpt(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     check_training(device, "gpt", monkeypatch)
 

@@ -93,6 +93,7 @@ class PoclCache:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._programs: dict[str, _Program] = {}  # by their folders, the oldest first
+        self._listed: dict[str, tuple[int | None, tuple[str, ...]]] = {}  # by outer folders, with their times
         # Folders in which PoCL writes code now: it would crash if it were asked for the binary meanwhile.
         self._generating: set[str] = set()
         self._wait = 0.0
@@ -195,10 +196,18 @@ class PoclCache:
             shutil.rmtree(self.folder / folder, ignore_errors=True)
 
     def _folders(self) -> Iterator[str]:
-        """The folders of programs, relative to PoCL's folder; each name has two parts."""
+        """The folders of programs, relative to PoCL's folder; each name has two parts.
+
+        An outer folder is read again where it has changed: there are hundreds, and each program asks twice.
+        """
         for outer in os.scandir(self.folder):
             if len(outer.name) == 2:
-                yield from (f"{outer.name}/{inner.name}" for inner in os.scandir(outer.path))
+                changed = outer.stat().st_mtime_ns
+                listed, folders = self._listed.get(outer.name, (None, ()))
+                if listed != changed:
+                    folders = tuple(f"{outer.name}/{inner.name}" for inner in os.scandir(outer.path))
+                    self._listed[outer.name] = changed, folders
+                yield from folders
 
     def _end(self) -> None:
         if os.getpid() != self._process:  # in the child of a fork

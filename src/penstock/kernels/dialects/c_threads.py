@@ -47,6 +47,8 @@ class ThreadPrinter(CPrinter):
         match statement:
             case ir.Forget(name, length):
                 return [f"EACH_LANE({length // 2}) FORGET({name}[l_]);"] if name in self.packed else []
+            case ir.UnknownOne(name):
+                return [f"int {name} = UNKNOWN_ONE;"]
             case ir.MultiplyTiles(totals, left, right, dtype):
                 words = ", ".join(map(self.expr, (*totals, *left, *right)))
                 return [f"MULTIPLY_TILES_{dtype.upper()}({words});"]

@@ -94,6 +94,7 @@ _THREADS = """
 #define LOAD_ONCE_4(words, at, from) \\
     asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" \\
         : "=r"(words[at]), "=r"(words[at + 1]), "=r"(words[at + 2]), "=r"(words[at + 3]) : "l"(from));
+#define UNKNOWN_ONE ((int)gridDim.z)
 #define FORGET(word) asm volatile("" : "+r"(word))
 #define FOLD_THREADS(type, x, combined, array, threads) \\
     _Pragma("unroll") for (int half_ = (threads < 32 ? threads : 32) / 2; half_ > 0; half_ /= 2) { \\

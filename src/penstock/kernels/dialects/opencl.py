@@ -118,6 +118,7 @@ _THREADS = """
 #define UNIT_FLOAT(word, mask) BITS_FLOAT(((word) & (mask)) | 0x3f800000)
 #define LOCAL_ADD(counter, more) atomic_add(&counter, more)
 #define LOAD_ONCE_4 LOAD_4
+#define UNKNOWN_ONE 1
 #define FORGET(word)
 #define NEGATE_INT8(x) ((char)(0 - (uchar)(x)))
 #define NEGATE_INT16(x) ((short)(0 - (ushort)(x)))

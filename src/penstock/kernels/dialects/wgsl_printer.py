@@ -150,6 +150,8 @@ class WgslPrinter(Printer):
         match statement:
             case ir.Forget():
                 return []
+            case ir.UnknownOne(name):
+                return [f"let {name} = 1;"]
             case ir.BlockReduce():
                 return self._block_reduce(statement)
             case ir.StridedReduce():

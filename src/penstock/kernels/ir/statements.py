@@ -83,6 +83,12 @@ class Forget(Statement):
     length: int
 
 
+class UnknownOne(Statement):
+    """An integer variable that is 1, which the compiler does not know if the grid has a single axis."""
+
+    name: str
+
+
 class Accumulate(Statement):
     """Combine a variable with one more value of a reduction."""
 
@@ -215,6 +221,15 @@ def loop(
 ) -> For:
     """A loop whose bounds may be Python integers."""
     return For(name, integer(start), integer(stop), integer(step), body, unrolled, trips)
+
+
+def fenced(name: str, body: list[Statement]) -> list[Statement]:
+    """Statements that a compiler does not mix with those before: they are the body of a loop.
+
+    So all loads before them are on their way when they begin. A compiler that saves registers would have some
+    wait for others. `name` is that of the loop's count.
+    """
+    return [UnknownOne(name), loop(f"{name}_at", 0, Var(name), body, unrolled=1)]
 
 
 class While(Statement):
