@@ -8,10 +8,12 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 import pytest
-from conftest import NATIVE
+from conftest import NATIVE, one_opencl
 from test_cuda_sources import Imagined
 from test_matmul_kernel import GUARD, guarded, launch, way_of
 
+import penstock as ps
+from penstock import Device
 from penstock.compiler.launches import arranged, launch_parts
 from penstock.compiler.passes import fused
 from penstock.compiler.pipeline import compile_graph
@@ -31,6 +33,7 @@ from penstock.kernels.lower import write
 from penstock.kernels.sizes import Sizes
 from penstock.kernels.source import KernelSource
 from penstock.kernels.templates import linear_tiles
+from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
 from penstock.tuning_cache import TuningCache
 
 Floats = npt.NDArray[np.float64]
@@ -179,6 +182,17 @@ def test_a_product_gates_another(driver: OpenCLDriver, rows: int, units: int) ->
     result = computed(driver, elementwise.multiply(elementwise.exp(gate), up), inputs, arrays, units)
     first, second = (arrays[0] @ weight.astype(bfloat16).astype(np.float64).T for weight in arrays[1:])
     np.testing.assert_allclose(result, np.exp(first) * second, rtol=0.05, atol=0.1)
+
+
+@one_opencl
+@pytest.mark.parametrize(("rows", "features", "inner"), [(3, 70, 200), (40, 33, 2048)])
+def test_layers_on_every_driver(device: Device, rows: int, features: int, inner: int) -> None:
+    x, weight, bias = drawn((rows, inner), (features, inner), (features,), dtype=bfloat16)
+    given = (ps.asarray(array, device=device).astype("bfloat16") for array in (x, weight, bias))
+    result = F.linear(*given).astype("float32").numpy()
+    exact = x @ weight.T + bias
+    bound = 2.0**-7 * (np.abs(exact) + np.abs(bias)) + 2.0**-18 * np.abs(x) @ np.abs(weight.T)
+    assert (np.abs(result - exact) <= bound).all()
 
 
 def test_which_products_are_of_few_rows() -> None:

@@ -29,7 +29,8 @@ _STRIDE = 20  # floats between the rows of a tile in local memory: then a warp w
 _ROOM = _ROWS * _STRIDE  # floats for a tile
 _LOCAL_BYTES = 48 << 10
 _FEW_BYTES = 64 << 10  # of rows, which a workgroup may read for a tile of features
-_READS = 4  # chunks of tiles that a warp reads in a round
+_WARPS = 8  # of a workgroup
+_RESIDENT = 2  # workgroups of a compute unit
 
 
 @dataclass(frozen=True)
@@ -87,18 +88,16 @@ def divided(problem: LinearProblem, capabilities: Capabilities) -> Division:
     """How the workgroups of a product divide it."""
     each = len(problem.matrices)
     units = ceil(problem.columns / _FEATURES) * each / capabilities.compute_units  # tiles for each
+    splits = 1 if units > 3 or not capabilities.clusters else _splits(problem)
+    together = splits * (4 // each if units > 3 else 2 if units > 1.5 else 1)  # tiles of a workgroup
     wide = each == 1 and problem.row_tiles <= 4  # the sums of two tiles fit into registers
-    if units > 3:
-        splits, parts, across, tiles = 1, 4, 2, 2 if wide else 1
-    else:
-        splits = _splits(problem) if capabilities.clusters else 1
-        together = splits * (2 if units > 1.5 else 1)  # tiles of a workgroup
-        tiles = 2 if wide and together > 1 else 1
-        across = together // tiles
-        parts = 16 // across
+    tiles = 2 if wide and together > 1 else 1
+    across = together // tiles
     chunks = ceil(problem.inner / (_CHUNK * splits))
-    reads = min(max(1, _READS // (tiles * each)), ceil(chunks / parts))
-    return Division(min(parts, ceil(chunks / reads)), across, tiles, reads, splits)
+    sums = tiles * each * problem.row_tiles
+    most = 8 if sums <= 4 else 4 if sums <= 8 else 2  # chunks of tiles that a warp has registers for
+    reads = min(most // (tiles * each), ceil(chunks * across / _WARPS))
+    return Division(min(_WARPS // across, ceil(chunks / reads)), across, tiles, reads, splits)
 
 
 def _splits(problem: LinearProblem) -> int:
@@ -142,7 +141,7 @@ def linear_tiles(
         round_.add_products(start, rounds * splits * parts * taken > problem.inner, totals)
     _Sums(k, problem, division, first, finish).combine(totals, place, rank)
     grid = ceil(problem.columns / division.features) * splits
-    return k.source((grid,), (parts * across * _WARP,), cluster=splits)
+    return k.source((grid,), (parts * across * _WARP,), _RESIDENT, cluster=splits)
 
 
 class _Round:
@@ -152,19 +151,28 @@ class _Round:
         self, k: KernelBuilder, problem: LinearProblem, division: Division, first: ir.Expr, place: _Place
     ) -> None:
         self._k, self._problem, self._division = k, problem, division
-        self._rows = [
-            k.let(
-                f"x{rows}", clamped(k, f"row{rows}", place.line + rows * _ROWS, problem.rows) * problem.inner
-            )
-            for rows in range(problem.row_tiles)
+        tops = [rows * _ROWS for rows in range(problem.row_tiles)]
+        self._rows = self._starts("x", place.line, tops, problem.rows, problem.rows - _ROWS)
+        feature = first + place.across * (division.tiles * _FEATURES) + place.line
+        halves = [half * (_FEATURES // 2) for half in range(2 * division.tiles)]
+        even = problem.columns % division.features == 0
+        self._features = self._starts("w", feature, halves, problem.columns, halves[-1] if even else -1)
+
+    def _starts(
+        self, name: str, number: ir.Expr, offsets: Sequence[int], length: int, certain: int
+    ) -> list[ir.Expr]:
+        """The first items of lines, some after a thread's own; up to the offset `certain` they are inside.
+
+        Those differ by constants, which are part of an instruction and take no register.
+        """
+        k, inner = self._k, self._problem.inner
+        own = k.let(name, number * inner)
+        return [
+            own + offset * inner
+            if offset <= certain
+            else k.let(f"{name}{offset}", clamped(k, f"{name}_line{offset}", number + offset, length) * inner)
+            for offset in offsets
         ]
-        self._features: dict[tuple[int, int], ir.Var] = {}  # the first items, by tile and half
-        for tile in range(division.tiles):
-            for half in range(2):
-                offset = tile * _FEATURES + half * (_FEATURES // 2)
-                feature = first + place.across * (division.tiles * _FEATURES) + (place.line + offset)
-                number = clamped(k, f"feature{tile}_{half}", feature, problem.columns)
-                self._features[tile, half] = k.let(f"w{tile}_{half}", number * problem.inner)
 
     def add_products(self, start: ir.Expr, masked: bool, totals: Totals) -> None:
         """Read everything from `start` on; add its products to the totals."""
@@ -176,9 +184,9 @@ class _Round:
         ]
         left = [
             {
-                (matrix, *key): self._words(memory, begin + at[chunk], inside[chunk])
+                (matrix, half): self._words(memory, begin + at[chunk], inside[chunk])
                 for matrix, memory in enumerate(self._problem.matrices)
-                for key, begin in self._features.items()
+                for half, begin in enumerate(self._features)
             }
             for chunk in chunks
         ]
@@ -187,7 +195,7 @@ class _Round:
                 right = self._words(self._problem.x, begin + at[chunk], inside[chunk])
                 for (matrix, tile, other), sums in totals.items():
                     if other == rows:
-                        halves = left[chunk][matrix, tile, 0], left[chunk][matrix, tile, 1]
+                        halves = left[chunk][matrix, 2 * tile], left[chunk][matrix, 2 * tile + 1]
                         self._multiply(sums, halves, right)
 
     def _words(self, memory: Memory, index: ir.Expr, inside: ir.Expr | None) -> list[ir.Expr]:
