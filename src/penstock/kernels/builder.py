@@ -231,6 +231,19 @@ class KernelBuilder:
         """A loop from `start` to below `stop`; `unrolled` is its unroll factor."""
         return self._nested(lambda body: ir.loop(name, start, stop, body, step, unrolled), ir.Var(name))
 
+    @contextmanager
+    def fenced(self, name: str) -> Iterator[ir.Var]:
+        """Statements that a compiler does not mix with those before; see `ir.fenced`.
+
+        What is computed from the variable, which is 0, is not taken out of them.
+        """
+        self._bodies.append([])
+        try:
+            yield ir.Var(f"{name}_at")
+        finally:
+            body = self._bodies.pop()
+        self.splice(ir.fenced(name, body))
+
     def repeat(self, condition: ir.Expr) -> AbstractContextManager[None]:
         """A loop while a condition holds."""
         return self._nested(lambda body: ir.While(condition, body), None)

@@ -190,13 +190,14 @@ class _Round:
             }
             for chunk in chunks
         ]
-        for chunk in chunks:
-            for rows, begin in enumerate(self._rows):
-                right = self._words(self._problem.x, begin + at[chunk], inside[chunk])
-                for (matrix, tile, other), sums in totals.items():
-                    if other == rows:
-                        halves = left[chunk][matrix, 2 * tile], left[chunk][matrix, 2 * tile + 1]
-                        self._multiply(sums, halves, right)
+        with k.fenced("once") as none:  # the matrices are read before
+            for chunk in chunks:
+                for rows, begin in enumerate(self._rows):
+                    right = self._words(self._problem.x, begin + (at[chunk] + none), inside[chunk])
+                    for (matrix, tile, other), sums in totals.items():
+                        if other == rows:
+                            halves = left[chunk][matrix, 2 * tile], left[chunk][matrix, 2 * tile + 1]
+                            self._multiply(sums, halves, right)
 
     def _words(self, memory: Memory, index: ir.Expr, inside: ir.Expr | None) -> list[ir.Expr]:
         """Neighbouring items, as words of two; zeros where there are none."""

@@ -34,6 +34,7 @@ _WARPS = (
 )  # of a workgroup; more, where there are few workgroups, so that all inputs are read at once
 _FEW_TILES = 2, 8  # for each compute unit: with fewer, a workgroup has 32 or 16 warps for a single tile
 _WORDS = 4  # that a thread reads at once
+_AT_ONCE = 4  # tiles whose integers a thread has registers for
 
 
 @dataclass(frozen=True)
@@ -65,16 +66,29 @@ def tensor_packed(
         for tile in range(tiles)
         for rows in range(row_tiles)
     }
-    with k.loop("step", 0, steps, unrolled=min(steps, 4 // tiles)) as step:
-        at = k.let("at", (step * warps + place.warp) * _CHUNK + place.part * _ITEMS)
-        inside = k.let("inside", at < problem.inner) if problem.inner < steps * warps * _CHUNK else None
-        x = [_row_words(k, problem, rows, at, inside, place) for rows in range(row_tiles)]
-        lefts = [_Left(k, problem, tile, first, at, inside, place) for tile in range(tiles)]
-        for tile, left in enumerate(lefts):
-            for number in range(_ITEMS // 4):  # the inputs of a thread that a product of tiles takes
-                pairs = left.pairs(number)
-                for rows, words in enumerate(x):
-                    k.multiply_tiles(totals[tile, rows], pairs, words[2 * number :][:2], problem.x.dtype)
+    at_once = min(steps, _AT_ONCE // tiles)
+    rounds = ceil(steps / at_once)
+    with k.loop("round", 0, rounds) as round_:
+        read: list[tuple[ir.Var, ir.Var | None, list[_Left]]] = []
+        for number in range(at_once):
+            step = round_ * at_once + number
+            at = k.let(f"at{number}", (step * warps + place.warp) * _CHUNK + place.part * _ITEMS)
+            masked = problem.inner < rounds * at_once * warps * _CHUNK
+            inside = k.let(f"inside{number}", at < problem.inner) if masked else None
+            names = [f"{number}_{tile}" for tile in range(tiles)]
+            lefts = [
+                _Left(k, problem, name, tile, first, at, inside, place) for tile, name in enumerate(names)
+            ]
+            read.append((at, inside, lefts))
+        with k.fenced(k.fresh("once")) as none:  # the integers are read before
+            for at, inside, lefts in read:
+                x = [_row_words(k, problem, rows, at + none, inside, place) for rows in range(row_tiles)]
+                for tile, left in enumerate(lefts):
+                    for number in range(_ITEMS // 4):  # the inputs of a thread that a product of tiles takes
+                        pairs = left.pairs(number)
+                        for rows, words in enumerate(x):
+                            own = words[2 * number :][:2]
+                            k.multiply_tiles(totals[tile, rows], pairs, own, problem.x.dtype)
     _finish(k, problem, warps, first, totals, place, epilogue)
     return k.source((ceil(problem.columns / (tiles * _FEATURES)),), (warps * _WARP,))
 
@@ -84,12 +98,12 @@ def _row_words(
 ) -> list[ir.Expr]:
     """A thread's items of a row of x, as words of two; those of the last row for rows beyond it."""
     words = Memory(problem.x.name, "uint32")
-    row = clamped(k, f"row{rows}", place.line + rows * _ROWS, problem.rows)
+    row = clamped(k, k.fresh(f"row{rows}"), place.line + rows * _ROWS, problem.rows)
     result: list[ir.Expr] = []
     for part in range(_ITEMS // 2 // _WORDS):
         index = row * problem.inner + at + part * 2 * _WORDS  # in items
         read = k.load_vector(words, index, _WORDS, aligned=_WORDS, mask=inside)
-        name = k.let(f"x{rows}_{part}", read)
+        name = k.let(k.fresh(f"x{rows}"), read)
         result += [k.lane(name, word) for word in range(_WORDS)]
     return result
 
@@ -101,6 +115,7 @@ class _Left:
         self,
         k: KernelBuilder,
         problem: PackedProblem,
+        of: str,
         tile: int,
         first: ir.Expr,
         at: ir.Expr,
@@ -112,7 +127,7 @@ class _Left:
         self._scales: list[ir.Var] = []
         self._pairs: dict[tuple[int, int], list[ir.Expr]] = {}
         for half in range(2):
-            name, offset = f"{tile}_{half}", tile * _FEATURES + half * _FEATURES // 2
+            name, offset = f"{of}_{half}", tile * _FEATURES + half * _FEATURES // 2
             column = clamped(k, f"column{name}", first + offset + place.line, problem.columns)
             begin = column * (problem.inner // problem.each) + at // problem.each
             read: list[ir.Expr] = []
