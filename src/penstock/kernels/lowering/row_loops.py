@@ -462,11 +462,7 @@ class RowLoops(SumsOfRows):
         rest = self._step_loop(start, turns, [*inside, *emitter.leave()])
         for key in arrays:
             del emitter.kept[key]
-        if any(dtype not in ir.HALF_PRECISION for _, _, dtype in arrays.values()):
-            return [*registers, reads, rest]
-        # A compiler would take what does not change out of the loop.
-        hidden = [ir.Forget(name, turns * lanes) for name, _, _ in arrays.values()]
-        return [*registers, reads, *ir.fenced(emitter.name("once"), [*hidden, rest])]
+        return [*registers, reads, rest]
 
     def _step_loop(self, start: ir.Expr, turns: int, statements: list[ir.Statement]) -> ir.For:
         """`turns` steps of a thread along its row, unrolled."""

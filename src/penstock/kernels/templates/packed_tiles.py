@@ -13,6 +13,7 @@ bits, counted for sm_90, and `packed_matmul`, in float32, 3.7 to 4.3; an H200 ha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import ceil
 
@@ -27,12 +28,8 @@ _WARP = 32
 _FEATURES, _ROWS = 16, 8  # of a tile
 _ITEMS = 32  # neighbouring inputs of a thread
 _CHUNK = 4 * _ITEMS  # inputs of a warp
-_WARPS = (
-    8,
-    16,
-    32,
-)  # of a workgroup; more, where there are few workgroups, so that all inputs are read at once
-_FEW_TILES = 2, 8  # for each compute unit: with fewer, a workgroup has 32 or 16 warps for a single tile
+_FEW_WARPS, _MOST_WARPS = 8, 32  # of a workgroup; more, where there are few workgroups
+_FEW_TILES = 2  # for each compute unit: with fewer, a workgroup has a single tile
 _WORDS = 4  # that a thread reads at once
 _AT_ONCE = 4  # tiles whose integers a thread has registers for
 
@@ -50,10 +47,9 @@ def tensor_packed(
     k: KernelBuilder, problem: PackedProblem, capabilities: Capabilities, epilogue: Epilogue
 ) -> KernelSource:
     """A workgroup computes some tiles of features, of all rows. Its warps divide the inputs among them."""
-    tiles_of_unit = problem.columns / _FEATURES / capabilities.compute_units
-    few = sum(tiles_of_unit < limit for limit in _FEW_TILES)
+    few = problem.columns / _FEATURES < _FEW_TILES * capabilities.compute_units
     tiles, chunks = 1 if few else 2, ceil(problem.inner / _CHUNK)
-    warps = min(_WARPS[few], chunks, capabilities.max_group_size // _WARP)
+    warps = min(_MOST_WARPS if few else _FEW_WARPS, chunks, capabilities.max_group_size // _WARP)
     steps, row_tiles = ceil(chunks / warps), ceil(problem.rows / _ROWS)
     place = _Place(
         k.let("warp", k.thread // _WARP),
@@ -80,7 +76,8 @@ def tensor_packed(
                 _Left(k, problem, name, tile, first, at, inside, place) for tile, name in enumerate(names)
             ]
             read.append((at, inside, lefts))
-        with k.fenced(k.fresh("once")) as none:  # the integers are read before
+        # A few workgroups read all integers before they compute anything; many wait for each other's.
+        with k.fenced(k.fresh("once")) if few else nullcontext(ir.Const(0)) as none:
             for at, inside, lefts in read:
                 x = [_row_words(k, problem, rows, at + none, inside, place) for rows in range(row_tiles)]
                 for tile, left in enumerate(lefts):
