@@ -106,6 +106,14 @@ class Unfolded:
         """Whether a copy of a value is on the device at a run."""
         return any(self.born[copy] <= run <= self.last[copy] for copy in self.copies.get(value, ()))
 
+    def reads_after(self, run: int) -> dict[int, int]:
+        """The places at which values are first read after a run."""
+        result: dict[int, int] = {}
+        for at in range(len(self.runs) - 1, run, -1):
+            for number in self.runs[at].reads:
+                result[self.value_of[number]] = self.places[at]
+        return result
+
     @property
     def sequel(self) -> Sequel:
         """The result of the search, for the planner."""
