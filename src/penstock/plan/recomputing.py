@@ -23,7 +23,7 @@ from penstock.plan.sequences import Drop, Gap, Link, Run, Sequel, State, Task
 from penstock.plan.unfolding import Unfolded, Unfolding
 
 _STEP = 1 / 40  # of the first peak: about how much a sequence frees over the one before
-_LEAST = 1 / 1024  # of the first peak: smaller values are not worth a run
+_LEAST = 1 / 1024  # of the first peak without state: smaller values are not worth a run
 _MOST_TRIES = 1000
 _MOST_RUNS = 3  # times as many as there are steps
 _DEAR = 1.25  # times the price that was expected: what costs more is tried after others
@@ -63,7 +63,7 @@ def sequels(
     assert best is not None
     yield best.sequel
     step = int(best.peak * _STEP)
-    search.least = max(int(best.peak * _LEAST), 1)
+    search.least = max(int(best.load.max(initial=0) * _LEAST), 1)
     lowest = best.peak
     tried = _Tried(search)
     dropped: dict[Gap, Drop] = {}
