@@ -25,7 +25,7 @@ from penstock.plan.unfolding import Unfolded, Unfolding
 _STEP = 1 / 40  # of the first peak: about how much a sequence frees over the one before
 _LEAST = 1 / 1024  # of the first peak without state: smaller values are not worth a run
 _MOST_TRIES = 1000
-_MOST_RUNS = 3  # times as many as there are steps
+_MOST_REPEATS = 2  # for each step, on average
 _DEAR = 1.25  # times the price that was expected: what costs more is tried after others
 
 
@@ -73,7 +73,9 @@ def sequels(
     for _ in range(_MOST_TRIES):
         choices = tried.ranked(possible)
         if not choices:
-            return
+            if not tried.forget():
+                return
+            continue
         freed = np.cumsum([choice.freed for choice in choices])
         several = choices[: min(1 + int(freed.searchsorted(step)), width)]
         for chosen in (several, choices[:1]) if len(several) > 1 else (several,):
@@ -94,6 +96,7 @@ def sequels(
                 tried.correct(choices[0], trial.price - best.price)
             width = len(possible)
             continue
+        tried.changed = True
         possible = search.choices(best, dropped)
         if best.peak < lowest:
             lowest = best.peak
@@ -108,6 +111,7 @@ class _Tried:
         self._refused: set[tuple[Gap, Drop]] = set()
         # By how much the price of a kind was more than expected: repeated layers have choices that are alike.
         self._times: dict[_Kind, float] = {}
+        self.changed = False  # whether another choice was taken since the first that is refused now
 
     def price(self, choice: _Choice) -> float:
         """What a choice costs, as far as is known."""
@@ -116,6 +120,12 @@ class _Tried:
     def refuse(self, choice: _Choice) -> None:
         """Note that a choice does not help."""
         self._refused.add((choice.gap, choice.drop))
+
+    def forget(self) -> bool:
+        """Let what did not help be tried again, if it may help now; whether there is any."""
+        changed, self.changed = self.changed and bool(self._refused), False
+        self._refused.clear()
+        return changed
 
     def correct(self, choice: _Choice, price: float) -> None:
         """Note what a choice costs."""
@@ -184,7 +194,7 @@ class Search:
             for value in task.reads:
                 if current[value] < 0:
                     closure = self._closure(value, state.current, state.hosted)
-                    if closure is None or len(state.runs) > _MOST_RUNS * len(self.order):
+                    if closure is None or state.repeats > _MOST_REPEATS * len(self.order):
                         return None
                     for step in closure:
                         made += state.bring_back(step, place)

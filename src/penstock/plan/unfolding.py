@@ -150,6 +150,7 @@ class Unfolding:
         self.places: list[int] = []
         self.value_of = list(range(len(search.nbytes)))
         self.again: dict[int, list[int]] = {}
+        self.repeats = 0
         self.late: set[int] = set()  # inputs that are read after a result could have overwritten them
 
     def bring_back(self, step: int, place: int) -> list[int]:
@@ -161,6 +162,7 @@ class Unfolding:
             task = self._search.tasks[step]
             self.late.update(v for v in task.reads if self._search.replaced.get(v, place) < place)
             self.again.setdefault(step, []).append(len(self.runs))
+            self.repeats += 1
             written = task.writes
             copies = self._add(step, tuple(self.current[v] for v in task.reads), written, place)
         made = []
