@@ -12,7 +12,7 @@ one before. They do not depend on any budget, so that a smaller budget never tak
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ import numpy as np
 from penstock.plan.copying import Traffic, Window, elapsed
 from penstock.plan.deals import Deals
 from penstock.plan.sequences import Drop, Gap, Link, Run, Sequel, State, Task
-from penstock.plan.unfolding import Unfolded, Unfolding
+from penstock.plan.unfolding import Accesses, Unfolded, Unfolding
 
 _STEP = 1 / 40  # of the first peak: about how much a sequence frees over the one before
 _LEAST = 1 / 1024  # of the first peak without state: smaller values are not worth a run
@@ -173,11 +173,9 @@ class Search:
                 self.replaced[value] = place
         self.least = 1  # bytes of what may be dropped
         self.temporary = [value not in kept and value in self.writer for value in range(len(nbytes))]
-        self._over: list[list[int]] = [[] for _ in order]  # the temporaries that are used last at each place
-        for value, uses in self.uses.items():
-            if self.temporary[value]:
-                self._over[uses[-1]].append(value)
-        self._runs = [Run(number, task.reads, task.writes) for number, task in enumerate(tasks)]
+        runs = [Run(number, task.reads, task.writes) for number, task in enumerate(tasks)]
+        self.plain = [runs[number] for number in order]  # where nothing is dropped
+        self.accesses = Accesses(tasks, order, nbytes, self.temporary)
         self._until = np.cumsum([0.0, *(tasks[number].price or 0.0 for number in order)])  # time at places
 
     # Sequences
@@ -185,36 +183,37 @@ class Search:
     def unfolded(self, dropped: dict[Gap, Drop], stays: frozenset[int]) -> Unfolded | None:
         """The order with what was dropped brought back; None where something may not run twice."""
         new = frozenset(value for value in self.new if self.last_gap(value) in dropped)
-        state = Unfolding(self, frozenset(gap.value for gap in dropped if gap.use < 0), new)
+        state = Unfolding(self, frozenset(gap.value for gap in dropped if gap.use < 0), new, stays)
         leaving = self._leaving(dropped)
         current = state.current
-        for place, number in enumerate(self.order):
+        for place in sorted(
+            {place for value in {gap.value for gap in dropped} for place in self.uses[value]}
+        ):
+            state.run_until(place)
+            number = self.order[place]
             task = self.tasks[number]
             made: list[int] = []
             for value in task.reads:
-                if current[value] < 0:
-                    closure = self._closure(value, state.current, state.hosted)
+                if current.get(value, value) < 0:
+                    closure = self._closure(value, state, place)
                     if closure is None or state.repeats > _MOST_REPEATS * len(self.order):
                         return None
                     for step in closure:
                         made += state.bring_back(step, place)
-            reads = tuple([current[value] for value in task.reads])
-            state.runs.append(self._runs[number] if reads == task.reads else Run(number, reads, task.writes))
-            state.places.append(place)
-            for value in task.writes:
-                current[value] = value
+            state.run(place, tuple([current.get(value, value) for value in task.reads]))
             for value, how in leaving.get(place, ()):
                 if how is Drop.MOVE:
                     state.send(value, place)
                 current[value] = -1
-            for value in self._over[place]:
-                if value not in stays:
+            for value in current.keys() & self._touched[number]:
+                if self.temporary[value] and self.uses[value][-1] == place and value not in stays:
                     current[value] = -1
             for value in made:
                 later = self.uses[value][-1] > place
                 since = dropped.get(Gap(value, bisect_right(self.uses[value], place) - 1))
                 if not later or since in (Drop.ALWAYS, Drop.MOVE):
                     current[value] = -1
+        state.run_until(len(self.order))
         result = Unfolded(self, state)
         result.price = elapsed(result, self.tasks, self.nbytes, self._link) - float(self._until[-1])
         return result
@@ -230,11 +229,12 @@ class Search:
                 values.sort(key=lambda each: self._touched[self.order[place]].index(each[0]))
         return result
 
-    def _closure(self, value: int, current: list[int], hosted: Container[int]) -> list[int] | None:
+    def _closure(self, value: int, state: Unfolding, place: int) -> list[int] | None:
         """The tasks that make a value, each after those that it needs, and `~v` where v is fetched.
 
         None: a task may not run again.
         """
+        hosted = state.hosted
         if value in hosted:
             return [~value]
         result: dict[int, None] = {}
@@ -245,7 +245,7 @@ class Search:
             task = self.tasks[number]
             if task.price is None:
                 return None
-            missing = next((v for v in task.reads if current[v] < 0 and v not in there), None)
+            missing = next((v for v in task.reads if v not in there and state.is_gone(v, place)), None)
             if missing is not None and missing in hosted:
                 result[~missing] = None
                 there.add(missing)
@@ -305,13 +305,12 @@ class Search:
         """What is live at a run that does not use it, with the gap between its uses; large values only."""
         place = best.places[at]
         result: dict[int, Gap] = {}
-        for value, numbers in best.copies.items():
-            if value in touched or not best.may_go(value) or self.nbytes[value] < self.least:
+        for value in best.live_beside(at):
+            if value in touched or self.nbytes[value] < self.least:
                 continue
-            if any(best.born[copy] < at < best.last[copy] for copy in numbers):
-                use = bisect_left(self.uses[value], place) - 1
-                if use >= 0 and self.next_use(Gap(value, use)) > place:
-                    result[value] = Gap(value, use)
+            gap = Gap(value, bisect_left(self.uses[value], place) - 1)
+            if gap.use >= 0 and self.next_use(gap) > place:
+                result[value] = gap
         return result
 
     def _state_choices(
