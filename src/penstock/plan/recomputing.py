@@ -128,8 +128,11 @@ class _Tried:
         return changed
 
     def correct(self, choice: _Choice, price: float) -> None:
-        """Note what a choice costs."""
-        self._times[self._search.kind(choice)] = price / max(choice.price, 1e-12)
+        """Note what a choice costs, which is more than was known."""
+        if choice.price:
+            self._times[self._search.kind(choice)] = price / choice.price
+        else:
+            self.refuse(choice)
 
     def ranked(self, choices: Sequence[_Choice]) -> list[_Choice]:
         """A choice for each gap, those first that free the most for their price."""
@@ -329,7 +332,8 @@ class Search:
                 gaps.append(Gap(value, use))
             if new is not None:
                 gaps.append(self.last_gap(new))
-            price = sum(self._moving(gap, copies, place) for gap in gaps)
+            # It comes and goes at about the same time, and copies in both directions run together.
+            price = max(self._moving(gap, copies, place) for gap in gaps)
             yield _Choice(price, gaps[0], Drop.MOVE, self.nbytes[value], also=tuple(gaps[1:]))
         for value in sorted(self.new - best.results):
             idle = place < self.uses[value][0] or place > self.uses[value][-1]
