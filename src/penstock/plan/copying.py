@@ -22,7 +22,7 @@ _HIDDEN = 1 / 64  # of the time of a copy: its price where kernels run meanwhile
 
 def elapsed(unfolded: Unfolded, tasks: Sequence[Task], nbytes: Sequence[int], link: Link) -> float:
     """How long a sequence takes in the memory of its peak."""
-    if not unfolded.copied:
+    if all(run.task >= 0 for run in unfolded.runs):
         return sum(tasks[run.task].price or 0.0 for run in unfolded.runs)
     load = unfolded.load.tolist()
     room = max(load, default=0)

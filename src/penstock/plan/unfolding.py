@@ -44,7 +44,6 @@ class Unfolded:
         # Bytes of results that cannot take over the memory of what they replace, and of state on the device.
         self.apart = sum(search.nbytes[value] for value in late | stays)
         self.again = unfolding.again  # tasks that run again, and where
-        self.copied = len(unfolding.added) > len(unfolding.changed) + unfolding.repeats  # to the host or back
         self.price = 0.0
         self.main = (
             unfolding.main
