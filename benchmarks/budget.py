@@ -1,6 +1,6 @@
 """Training steps inside memory budgets, beside PyTorch and JAX: plain, and with a checkpoint per block.
 
-    python benchmarks/budget.py [--device opencl:0] [--model nano] [--compile] [--save FILE]
+    python benchmarks/budget.py [--device opencl:0] [--model nano] [--compile] [--alone] [--save FILE]
     python benchmarks/budget.py --within 8GiB 24GiB     # the largest batch inside, and its speed
 
 The budgets are shares of what the step takes without a budget, and the smallest that would do. All train
@@ -30,7 +30,11 @@ from penstock.bench.steps import Gpt, torch_gpt
 from penstock.config import parse_bytes
 from penstock.errors import OutOfDeviceMemory
 
-MODELS = {"nano": Gpt(2048, 128, 128, 4, 4, 16), "gpt2-124M": Gpt(50304, 1024, 768, 12, 12, 16)}
+MODELS = {
+    "nano": Gpt(2048, 128, 128, 4, 4, 16),
+    "gpt2-124M": Gpt(50304, 1024, 768, 12, 12, 16),
+    "gpt-1.5B": Gpt(50304, 1024, 1600, 48, 25, 4),
+}
 SHARES = (1.0, 0.75, 0.5, 0.35, 0.25)
 KNOBS = (0.5, 0.2, 0.0)  # of PyTorch
 RATE = 3e-4
@@ -166,7 +170,7 @@ def peers(sizes: Gpt, tokens: Any, cuda: bool, compiles: bool) -> dict[str, tupl
     return result
 
 
-def lines(name: str, device: ps.Device, compiles: bool, report: Report) -> None:
+def lines(name: str, device: ps.Device, compiles: bool, alone: bool, report: Report) -> None:
     sizes = MODELS[name]
     tokens = np.random.default_rng(0).integers(0, sizes.vocab, (sizes.batch, sizes.context + 1))
     ours = Budgets(sizes, tokens, device)
@@ -182,7 +186,7 @@ def lines(name: str, device: ps.Device, compiles: bool, report: Report) -> None:
     sides = {what: ours.side(limit) for what, limit in limits.items()}
     taken = {what: ours.physical_bytes(run) for what, run in sides.items()}
     cuda = device.name.startswith("cuda")
-    others = peers(sizes, tokens, cuda, compiles) | jax_peers(sizes, tokens, cuda)
+    others = {} if alone else peers(sizes, tokens, cuda, compiles) | jax_peers(sizes, tokens, cuda)
     everybody: Sides = {**sides, **{what: run for what, (run, _) in others.items()}}
     best = best_of(everybody, rounds=5)
     for what, limit in limits.items():
@@ -240,6 +244,7 @@ def main() -> None:
     parser.add_argument("--device", default="opencl")
     parser.add_argument("--model", choices=MODELS, help="gpt2-124M on CUDA, else nano, if nothing is said")
     parser.add_argument("--compile", action="store_true", help="torch.compile on a CPU, too")
+    parser.add_argument("--alone", action="store_true", help="without PyTorch and JAX")
     parser.add_argument("--within", nargs="+", default=[], help="budgets, each with as large a batch as fits")
     parser.add_argument("--save", type=Path, help="write the table as JSON, with the commit and the device")
     options = parser.parse_args()
@@ -250,7 +255,7 @@ def main() -> None:
     if options.within:
         within(name, device, options.within, report)
     else:
-        lines(name, device, options.compile or cuda, report)
+        lines(name, device, options.compile or cuda, options.alone, report)
     if options.save:
         libraries = {"torch": torch, "jax": jax_gpt.jax}
         versions = {name: "none" if each is None else each.__version__ for name, each in libraries.items()}

@@ -1,10 +1,13 @@
 """Training steps whose values move to the host: bits, the driver's memory, predicted and measured times.
 
     python benchmarks/offload.py [--device cuda:0] [--model mlp] [--rates card.toml] [--save FILE]
+    python benchmarks/offload.py --model gpt2-124M --recompute --budgets 3818MiB 3GiB
+    python benchmarks/offload.py --model gpt-1.5B --device card.toml --plan      # only what is predicted
 
-Values move even on devices where that is not offered yet. The budgets are shares of what the step takes
-without a budget, and the smallest that would do. Each has a new model: two steps for the bits, then the
-times. Times are predicted from rates that are measured first, or from those of a file.
+Values move even on devices where that is not offered yet, or with --recompute not at all. The budgets are
+shares of what the step takes without a budget, and the smallest that would do, or those that are given. Each
+has a new model: two steps for the bits, then the times. Times are predicted from rates that are measured
+first, or from those of a file.
 """
 
 from __future__ import annotations
@@ -14,10 +17,10 @@ import gc
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from time import perf_counter
-from typing import Any
+from time import perf_counter, process_time
 
 import numpy as np
 
@@ -28,8 +31,10 @@ from budget import MIB, MODELS, SHARES, SLACK, Budgets
 from measuring import Report
 from penstock.compiler.launches import timeline
 from penstock.compiler.schedule import Schedule
+from penstock.config import parse_bytes
 from penstock.drivers.description import read_description
 from penstock.drivers.rates import StepRates
+from penstock.execution.memory_plan import MemoryPlan
 from penstock.measuring.step_rates import step_rates
 
 ROUNDS, STEPS = 5, 5  # of which the best round counts
@@ -103,17 +108,29 @@ def measured(make: Callable[[], Budgets], limit: int) -> Measured:
     return Measured(digest, best, stats.driver_bytes - stats.staging_bytes, schedule)
 
 
-def lines(name: str, make: Callable[[], Budgets], rates: StepRates | None, report: Report) -> None:
+def planned(name: str, make: Callable[[], Budgets]) -> MemoryPlan:
+    """The table of budgets; the model is gone afterwards."""
     ours = make()
-    device = ours.device
-    start = perf_counter()
-    plan = ps.memory.plan(ours.step(None), ours.tokens)
-    print(f"{name}: planned in {perf_counter() - start:.1f} s", flush=True)
-    del ours
-    clean(device)
+    start = process_time()
+    plan: MemoryPlan = ps.memory.plan(ours.step(None), ours.tokens)
+    print(f"{name}: planned in {process_time() - start:.1f} CPU seconds", flush=True)
+    return plan
+
+
+def limits_of(plan: MemoryPlan, budgets: list[str]) -> dict[str, int]:
+    """The budgets by name: 100%, and those that are given, or shares of it and the smallest."""
     unlimited, smallest = plan.unlimited_bytes, plan.smallest_bytes + SLACK
-    limits = {f"{share:.0%}": int(share * unlimited) for share in SHARES}
-    limits = {what: limit for what, limit in limits.items() if limit > smallest} | {"the smallest": smallest}
+    given = {text: parse_bytes(text) for text in budgets}
+    shares = {f"{share:.0%}": int(share * unlimited) for share in SHARES}
+    limits = {"100%": unlimited} | (given or {**shares, "the smallest": smallest})
+    return {what: limit for what, limit in limits.items() if limit >= smallest}
+
+
+def lines(
+    name: str, make: Callable[[], Budgets], limits: dict[str, int], rates: StepRates | None, report: Report
+) -> None:
+    device = ps.default_device()
+    clean(device)
     bits, first = set[str](), 0.0
     for what, limit in limits.items():
         result = measured(make, limit)
@@ -132,29 +149,38 @@ def lines(name: str, make: Callable[[], Budgets], rates: StepRates | None, repor
     report.add(f"{name}: different results", len(bits), "", "= 1", len(bits) == 1, "loss and parameters")
 
 
+def gpt(name: str, device: ps.Device) -> Budgets:
+    sizes = MODELS[name]
+    tokens = np.random.default_rng(0).integers(0, sizes.vocab, (sizes.batch, sizes.context + 1))
+    return Budgets(sizes, tokens, device)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
         "--model", choices=["mlp", *MODELS], help="mlp and gpt2-124M on CUDA, else mlp and nano"
     )
+    parser.add_argument("--recompute", action="store_true", help="nothing moves to the host")
+    parser.add_argument("--budgets", nargs="+", default=[], help="in place of the shares, such as 3GiB")
+    parser.add_argument("--plan", action="store_true", help="print the table of budgets, and run nothing")
     parser.add_argument("--rates", type=Path, help="a file of `penstock devices --rates`")
     parser.add_argument("--save", type=Path, help="write the table as JSON, with the commit and the device")
     options = parser.parse_args()
     device = ps.use(options.device)
-    device.capabilities = replace(device.capabilities, offloads=True)
+    device.capabilities = replace(device.capabilities, offloads=not options.recompute)
     cuda = device.name.startswith("cuda")
-    rates = read_description(options.rates)[1] if options.rates else step_rates(device)
-    print(rates, f"link cost {device.link_cost:.1f}", flush=True)
-    report = Report()
+    report, rates = Report(), None
+    if not options.plan:
+        rates = read_description(options.rates)[1] if options.rates else step_rates(device)
+        print(rates, f"link cost {device.link_cost}", flush=True)
     for name in [options.model] if options.model else ["mlp", "gpt2-124M" if cuda else "nano"]:
-        if name == "mlp":
-            lines(name, lambda: Perceptron(device), rates, report)
-            continue
-        sizes = MODELS[name]
-        shape = (sizes.batch, sizes.context + 1)
-        tokens: Any = np.random.default_rng(0).integers(0, sizes.vocab, shape)
-        lines(name, lambda: Budgets(sizes, tokens, device), rates, report)  # noqa: B023 - called at once
+        make = partial(Perceptron, device) if name == "mlp" else partial(gpt, name, device)
+        plan = planned(name, make)
+        if options.plan:
+            print(plan, flush=True)
+        else:
+            lines(name, make, limits_of(plan, options.budgets), rates, report)
     if options.save:
         report.save(options.save, "offload", device, {})
 

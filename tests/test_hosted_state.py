@@ -373,7 +373,7 @@ def test_state_at_the_host_is_read_and_set_like_any_other(card: Device) -> None:
     run = Run(card, "masters", least_of(card, "masters"))
     run.train(range(3))
     assert run.hosted > 8
-    tensors = [tensor for tensor in run.optimizer._all() if tensor._node.value.hosted]
+    tensors = [tensor for tensor in run.optimizer._all() if tensor._node.value.hosted and tensor.ndim]
     assert len(tensors) > 4
     at_the_host = {id(tensor): tensor.numpy().copy() for tensor in tensors}
     # An expression, an index, a NumPy array, and another device.
@@ -408,14 +408,14 @@ def test_what_somebody_still_holds_keeps_its_value(card: Device) -> None:
     expected = free.bits
     del free
     clean(card)
-    run = Run(card, "momentum", least_of(card, "momentum") + (1 << 17))
+    run = Run(card, "momentum", least_of(card, "momentum") + (1 << 14))
     run.train(range(2))
-    moments = run.optimizer._state["velocity"]
-    held = [tensor.detach() for tensor in moments]
+    moments = enumerate(run.optimizer._state["velocity"])
+    held = {f"velocity.{at}": part.detach() for at, part in moments if part._node.value.hosted}
+    assert len(held) > 2
     run.train(range(2, 4))
-    assert run.hosted
     assert run.bits == expected
-    assert [tensor.numpy().tobytes() for tensor in held] == [old[f"velocity.{at}"] for at in range(len(held))]
+    assert all(tensor.numpy().tobytes() == old[name] for name, tensor in held.items())
 
 
 def test_other_programs_use_it_and_without_a_budget_it_comes_home(card: Device) -> None:

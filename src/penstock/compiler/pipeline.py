@@ -109,14 +109,22 @@ def budget_levels(
     constants: Mapping[Constant, int],
     target: Target,
     aliases: Mapping[int, int] | None = None,
-) -> list[Level]:
-    """What the same graph takes under budgets from none to the smallest; see `compile_graph`."""
+) -> tuple[Level, Callable[[], list[Level]]]:
+    """What the same graph takes without a budget, and what plans it for budgets down to the smallest.
+
+    See `compile_graph`.
+    """
     state = Compilation(wanted, inputs, constants, aliases or {})
     for transform in TARGET_PASSES[: TARGET_PASSES.index(fit)]:
         state = transform(state, target)
-    levels = []
-    for planned in frontier(state, target):
+
+    def level_of(planned: Compilation) -> Level:
         schedule = emit(planned, target).schedule
         assert schedule is not None
-        levels.append(level(planned, target, *timeline(schedule, target.capabilities)))
-    return levels
+        return level(planned, target, *timeline(schedule, target.capabilities))
+
+    @_without_collector
+    def less() -> list[Level]:
+        return [level_of(planned) for planned in frontier(state, target)[1:]]
+
+    return level_of(state), less

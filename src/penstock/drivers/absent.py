@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.drivers.driver import (
     Args,
@@ -39,7 +42,7 @@ class AbsentDriver(Driver):
     # Memory
 
     def allocate(self, nbytes: int, pinned: bool = False) -> Memory:
-        host = np.empty(nbytes, np.uint8) if pinned else None
+        host = _pinned(nbytes) if pinned else None
         memory = Memory(object(), nbytes, host, pinned)
         self._allocations |= {memory}
         return memory
@@ -102,3 +105,13 @@ class AbsentDriver(Driver):
 
     def abandon(self) -> None:
         """Nothing is open."""
+
+
+def _pinned(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Memory that hardly anything is written to: an empty file stands for more than this machine has."""
+    try:
+        return np.empty(nbytes, np.uint8)
+    except MemoryError:
+        with tempfile.TemporaryFile() as file:
+            file.truncate(nbytes)
+            return np.frombuffer(mmap.mmap(file.fileno(), nbytes), np.uint8)

@@ -114,6 +114,7 @@ def send(nodes: Sequence[Node], hosted: Collection[int], device: Device) -> None
         _move_groups(staying, device, to_host=True)
         device.stream.drain("state moved to the host")  # so that its memory is free
         _move_groups(staying, device)
+        _release_idle(device)
 
 
 def _move_groups(nodes: Sequence[Node], device: Device, to_host: bool = False) -> None:
@@ -139,6 +140,13 @@ def gather_through_host(nodes: Sequence[Node], device: Device) -> None:
     device.stream.drain("state moved to the host")
     with suppress(OutOfDeviceMemory):
         _move(nodes, device, to_host=False)
+    _release_idle(device)
+
+
+def _release_idle(device: Device) -> None:
+    """Give pinned memory back that values only passed through: it may be as much as the whole model."""
+    device.stream.drain("values moved through the host")
+    device.layers().visible.clear()
 
 
 def _move(nodes: Sequence[Node], device: Device, to_host: bool) -> None:

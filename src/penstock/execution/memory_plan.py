@@ -72,17 +72,30 @@ class MemoryPlan:
 
     device: str
     held_bytes: int  # by what is there before the program runs, with its inputs
-    budgets: tuple[PlannedBudget, ...]  # the largest first
+    _first: Level = field(repr=False)  # without a budget
+    _less: Callable[[], Sequence[Level]] = field(repr=False)  # with less memory: planned when asked for
+    _idle: int = field(repr=False)  # bytes of `held` that go to the host where all levels take too much
     _planned_for: Device = field(repr=False)
 
     @classmethod
-    def of(cls, device: Device, held: int, levels: Sequence[Level], idle: int = 0) -> MemoryPlan:
-        """From what the compiler says of each level.
+    def of(
+        cls, device: Device, held: int, levels: tuple[Level, Callable[[], Sequence[Level]]], idle: int = 0
+    ) -> MemoryPlan:
+        """From what the compiler says of each level; see `budget_levels`."""
+        return cls(device.name, held, *levels, idle, device)
 
-        `idle`: bytes of `held` that go to the host where all levels take too much, before the program runs.
-        """
+    @cached_property
+    def unlimited(self) -> PlannedBudget:
+        """What is taken without a budget. It is known without a plan for others."""
+        return _planned(self.held_bytes, self._first)
+
+    @cached_property
+    def budgets(self) -> tuple[PlannedBudget, ...]:
+        """The budgets, the largest first; planned when they are first asked for."""
+        held, idle = self.held_bytes, self._idle
+        levels = [self._first, *self._less()]
         least = held + levels[-1].taken_bytes
-        budgets = [_planned(held, level) for level in levels]
+        budgets = [self.unlimited, *(_planned(held, level) for level in levels[1:])]
         budgets += [
             replace(
                 _planned(held - idle, level),
@@ -92,12 +105,12 @@ class MemoryPlan:
             for level in levels
             if held - idle + level.taken_bytes < least
         ]
-        return cls(device.name, held, tuple(budgets), device)
+        return tuple(budgets)
 
     @property
     def unlimited_bytes(self) -> int:
         """What is taken without a budget."""
-        return self.budgets[0].budget_bytes
+        return self.unlimited.budget_bytes
 
     @property
     def smallest_bytes(self) -> int:
@@ -105,14 +118,23 @@ class MemoryPlan:
         return self.budgets[-1].budget_bytes
 
     @cached_property
+    def _rates(self) -> StepRates | None:
+        """The rates of the device; measured once, and kept on disk. None: it cannot be measured."""
+        dtypes = {cost.product for cost in self.unlimited.launches if cost.product}
+        return self._planned_for.driver.rates or _measured_rates(self._planned_for, dtypes)
+
+    @property
+    def unlimited_seconds(self) -> float | None:
+        """The predicted time of a run without a budget; None where the device cannot be measured."""
+        return self._rates.seconds(self.unlimited.launches) if self._rates else None
+
+    @cached_property
     def step_seconds(self) -> tuple[float, ...] | None:
         """The predicted time of a run under each budget; None where the device cannot be measured.
 
-        The rates of the device are measured when this is first asked for, once, and kept on disk. Never less
-        under a smaller budget.
+        Never less under a smaller budget.
         """
-        dtypes = {cost.product for row in self.budgets for cost in row.launches if cost.product}
-        rates = self._planned_for.driver.rates or _measured_rates(self._planned_for, dtypes)
+        rates = self._rates
         if rates is None:
             return None
         return tuple(accumulate((rates.seconds(row.launches, row.copies) for row in self.budgets), max))

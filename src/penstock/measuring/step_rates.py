@@ -96,7 +96,7 @@ def measured_rates(device: Device, clock: Callable[[], float] = perf_counter) ->
     with workloads.device_for_measuring(device) as own:
         large = workloads.product_operations(own, "float32", _TRY_SECONDS) > _LARGE
         steps = [(call, tuple(args)) for call, *args in _steps(own, 16 if large else 1)]
-        launches = [step.memory_plan(*args).budgets[0].launches for step, args in steps]
+        launches = [step.memory_plan(*args).unlimited.launches for step, args in steps]
         times = [
             workloads.best_seconds(own, partial(step, *args), _TRY_SECONDS, clock) for step, args in steps
         ]

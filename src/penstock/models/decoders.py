@@ -30,7 +30,7 @@ from penstock.tensor.assigning import with_rows
 from penstock.tensor.core import Tensor, from_numpy, resolve
 from penstock.tensor.creation import arange, ones, zeros
 from penstock.tensor.dtypes import bool_, float32, int32, uint32
-from penstock.tensor.gathering import zeros_gathered
+from penstock.tensor.gathering import full_gathered
 from penstock.tensor.indexing import looked_up
 from penstock.tensor.jit import jit
 from penstock.tensor.manipulation import astype, reshape
@@ -117,7 +117,8 @@ class Decoder:
     def begin(self) -> None:
         """Allocate the pages, of all layers together."""
         shapes = [(2, self.pages, shape.heads, PAGE, shape.head_size) for shape in self._shapes]
-        for cache, new in zip(self._caches, zeros_gathered(shapes, self._dtype, self.device), strict=True):
+        pages = full_gathered(shapes, 0, [self._dtype] * len(shapes), self.device)
+        for cache, new in zip(self._caches, pages, strict=True):
             cache._become(new._node)
         mail = np.zeros((self.slots, RECENT), np.int32)
         buffer = self.device.upload(mail, into=self.device.visible(mail.nbytes))

@@ -170,8 +170,8 @@ class Adafactor(Optimizer):
         shapes = [tensor.shape for tensor in self.parameters]
         rows = [(*shape[:-1], 1) if len(shape) > 1 else shape for shape in shapes]
         columns = [(*shape[:-2], 1, shape[-1]) if len(shape) > 1 else () for shape in shapes]
-        self._add_arrays("rows", [np.zeros(shape, np.float32) for shape in rows])
-        self._add_arrays("columns", [np.zeros(shape, np.float32) for shape in columns])
+        self._add_state("rows", shapes=rows)
+        self._add_state("columns", shapes=columns)
 
     def _next_counts(self, at: int, counts: Sequence[Tensor]) -> Sequence[Tensor]:
         return [counts[0] + 1]

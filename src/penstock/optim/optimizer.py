@@ -20,7 +20,7 @@ from penstock.errors import CaptureError, OutOfDeviceMemory
 from penstock.execution.hosting import move_to_host
 from penstock.graph.calls import Subgraph, call, subgraph_between
 from penstock.graph.decompose import decompose
-from penstock.graph.node import Node, placeholder
+from penstock.graph.node import Node, Shape, placeholder
 from penstock.memory.buffer import Buffer
 from penstock.nn.parameter import Parameter
 from penstock.optim.counting import Counts
@@ -30,7 +30,7 @@ from penstock.tensor.arithmetic import divide, isfinite, maximum, minimum, multi
 from penstock.tensor.capture import capture
 from penstock.tensor.core import Tensor, from_numpy, outside_capture, realize_together
 from penstock.tensor.dtypes import float32
-from penstock.tensor.gathering import gather, gathered, gathered_as, reading
+from penstock.tensor.gathering import full_gathered, gather, gathered, gathered_as, reading
 from penstock.tensor.leaves import ends_at, source_of
 from penstock.tensor.manipulation import astype, concat, reshape
 from penstock.tensor.recording import no_grad, recorded_once
@@ -432,14 +432,11 @@ class Optimizer:
         """Whether a setting is true, or not 0, in any group."""
         return any(settings[name] for settings in self._settings)
 
-    def _add_state(self, name: str, first: float = 0.0) -> None:
-        """Add state in the shape of each parameter."""
-        self._add_arrays(name, [np.full(tensor.shape, first, np.float32) for tensor in self.parameters])
-
-    def _add_arrays(self, name: str, arrays: Sequence[npt.NDArray[Any]]) -> None:
-        """Add state of any shape for each parameter."""
-        converted = [array.astype(self._master(at).dtype.numpy) for at, array in enumerate(arrays)]
-        self._state[name] = gathered(converted, self._device)
+    def _add_state(self, name: str, first: float = 0.0, shapes: Sequence[Shape] | None = None) -> None:
+        """Add state for each parameter, by default in its shape."""
+        shapes = shapes or [tensor.shape for tensor in self.parameters]
+        dtypes = [self._master(at).dtype for at in range(len(shapes))]
+        self._state[name] = full_gathered(shapes, first, dtypes, self._device)
 
     def _number(self, value: float) -> Tensor:
         return from_numpy(np.array(value, np.float32), self._device)

@@ -22,6 +22,8 @@ _HIDDEN = 1 / 64  # of the time of a copy: its price where kernels run meanwhile
 
 def elapsed(unfolded: Unfolded, tasks: Sequence[Task], nbytes: Sequence[int], link: Link) -> float:
     """How long a sequence takes in the memory of its peak."""
+    if all(run.task >= 0 for run in unfolded.runs):
+        return sum(tasks[run.task].price or 0.0 for run in unfolded.runs)
     load = unfolded.load.tolist()
     room = max(load, default=0)
     now, sent, fetched = 0.0, 0.0, 0.0  # until when kernels run, and copies in each direction
@@ -76,9 +78,15 @@ class Traffic:
         self._first = np.array([window.first for window in windows], int)
         self._last = np.array([window.last for window in windows], int)
         self._takes = np.array([window.takes for window in windows], float)
+        self._waits: dict[Window, float] = {}  # by window: moments of a parameter have the same
 
     def wait(self, window: Window) -> float:
         """About how long kernels would wait for another copy: at least a little, as both read memory."""
+        if window not in self._waits:
+            self._waits[window] = self._waited(window)
+        return self._waits[window]
+
+    def _waited(self, window: Window) -> float:
         inside = (self._first >= window.first) & (self._last <= window.last)
         beside = (self._first < window.last) & (self._last > window.first)
         first = min(window.first, int(self._first[beside].min(initial=window.first)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import NamedTuple
 
 # In place of a task, of runs that are copies: to the host, from there; and until when the first keeps what it
@@ -32,6 +33,24 @@ class Link(NamedTuple):
 # Given values that may be at the host before the first use and after the last, each with the result that is
 # its next value; None: it is only read.
 State = Mapping[int, int | None]
+
+
+class Gap(NamedTuple):
+    """The time between two uses of a value, by the number of the first.
+
+    Of state, -1 is the time before the first use; the last use begins the time until the end.
+    """
+
+    value: int
+    use: int
+
+
+class Drop(Enum):
+    """How a value leaves the device in a gap."""
+
+    ONCE = auto()  # when something needs it, it stays until its next use
+    ALWAYS = auto()  # not even then
+    MOVE = auto()  # it is at the host meanwhile
 
 
 class Run(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +14,23 @@ from penstock.plan.sequences import IN, OUT, Run, Sequel, Task
 if TYPE_CHECKING:
     from penstock.plan.recomputing import Search
 
-_COPY = Task((), ())
+Ints = npt.NDArray[np.int64]
+
+
+class Accesses:
+    """What the tasks of an order read and write, as arrays: most of it stays in every sequence."""
+
+    def __init__(
+        self, tasks: Sequence[Task], order: Sequence[int], nbytes: Sequence[int], temporary: Sequence[bool]
+    ) -> None:
+        reads = [(place, value) for place, number in enumerate(order) for value in tasks[number].reads]
+        writes = [(place, value) for place, number in enumerate(order) for value in tasks[number].writes]
+        self.read_at, self.read = np.array(reads, np.int64).reshape(-1, 2).T
+        self.written_at, self.written = np.array(writes, np.int64).reshape(-1, 2).T
+        self.size = np.array(nbytes, np.int64)
+        self.temporary = np.array(temporary, bool)
+        self.scratch = np.array([tasks[number].scratch for number in order], np.int64)
+        self.over = [place for place, number in enumerate(order) if any(tasks[number].over)]
 
 
 class Unfolded:
@@ -23,65 +39,95 @@ class Unfolded:
     def __init__(self, search: Search, unfolding: Unfolding) -> None:
         self.runs, self.places, self.value_of = unfolding.runs, unfolding.places, unfolding.value_of
         self.hosted, self.results = unfolding.state, unfolding.results
-        value_of = self.value_of
         late = unfolding.late - self.hosted
         stays = (search.state.keys() - self.hosted) | (search.new - self.results)
         # Bytes of results that cannot take over the memory of what they replace, and of state on the device.
         self.apart = sum(search.nbytes[value] for value in late | stays)
         self.again = unfolding.again  # tasks that run again, and where
         self.price = 0.0
+        self.main = (
+            unfolding.main
+        )  # the runs of the order itself, by position, after those for what they read
         self._search = search
-        self.born = [-1] * len(value_of)
-        self.last = [-1] * len(value_of)
-        self.copies: dict[int, list[int]] = {}  # by value
-        born, last = self.born, self.last
-        for at, run in enumerate(self.runs):
-            for value in run.reads:
-                last[value] = at
-            if run.task != OUT:
-                for value in run.writes:
-                    born[value] = last[value] = at
-                    self.copies.setdefault(value_of[value], []).append(value)
+        self._first_copy = len(search.nbytes)
+        self._born, self._last = self._lifetimes(unfolding)
+        self._counted = self._counts()
+        self.born: list[int] = self._born.tolist()
+        self.last: list[int] = self._last.tolist()
+        self.copies: dict[int, list[int]] = {}  # of what is computed or fetched once more
+        for number in range(self._first_copy, len(self.value_of)):
+            if self.born[number] >= 0:
+                self.copies.setdefault(self.value_of[number], []).append(number)
         self.load = self._load()
 
-    @cached_property
-    def main(self) -> dict[int, int]:
-        """The runs of the order itself, by position; runs that bring values back come before them."""
-        return {place: at for at, place in enumerate(self.places) if self.runs[at].task >= 0}
+    def _lifetimes(self, unfolding: Unfolding) -> tuple[Ints, Ints]:
+        """The runs that write values and that use them last."""
+        accesses, main = self._search.accesses, self.main
+        born, last = (np.full(len(self.value_of), -1, np.int64) for _ in range(2))
+        same = np.ones(len(main), bool)
+        same[unfolding.changed] = False
+        kept = same[accesses.read_at]
+        np.maximum.at(last, accesses.read[kept], main[accesses.read_at[kept]])
+        born[accesses.written] = main[accesses.written_at]
+        last = np.maximum(last, born)
+        runs = [(at, self.runs[at]) for at in unfolding.added]
+        writes = [(number, at) for at, run in runs if run.task != OUT for number in run.writes]
+        reads = [(number, at) for at, run in runs for number in run.reads]
+        numbers, ats = np.array(writes, np.int64).reshape(-1, 2).T  # without those of the host
+        born[numbers] = ats
+        numbers, ats = np.array(writes + reads, np.int64).reshape(-1, 2).T
+        np.maximum.at(last, numbers, ats)
+        return born, last
 
-    def _load(self) -> npt.NDArray[np.int64]:
-        search, change = self._search, [0] * (len(self.runs) + 1)
-        at_once = [0] * len(self.runs)  # bytes that are live during a single run
-        for at, run in enumerate(self.runs):
-            if run.task == OUT:
-                continue  # it writes to the host
-            task = search.tasks[run.task] if run.task >= 0 else _COPY
-            at_once[at] += task.scratch
-            taken: set[int] = set()
-            for number, value in enumerate(run.writes):
-                if self._is_free(value):
-                    continue
-                size = search.nbytes[self.value_of[value]]
-                change[at] += size
-                change[self.last[value] + 1] -= size
-                for position in task.over[number] if task.over else ():
-                    given = run.reads[position]
-                    fits = search.nbytes[self.value_of[given]] >= size and given not in taken
-                    own = self.born[given] >= 0 and not self._is_free(given)
-                    if fits and own and self.last[given] == at:
-                        taken.add(given)
-                        at_once[at] -= size  # the result takes over the memory of its input
-                        break
-        return np.array(change[:-1], np.int64).cumsum() + np.array(at_once, np.int64)
+    def _counts(self) -> npt.NDArray[np.bool_]:
+        """Which values take memory: not those of the caller, unless they are recomputed or moved."""
+        counted = self._born >= 0
+        counted[: self._first_copy] &= self._search.accesses.temporary
+        for value in self.results:
+            counted[value] = self._born[value] >= 0
+        return counted
 
-    def _is_free(self, number: int) -> bool:
-        """Whether a value is in memory of the caller: not a temporary, and neither recomputed nor moved."""
-        value = self.value_of[number]
-        return number == value and not self._search.temporary[value] and value not in self.results
+    def _load(self) -> Ints:
+        accesses = self._search.accesses
+        sizes = accesses.size[self.value_of]
+        numbers = self._counted.nonzero()[0]
+        change = np.zeros(len(self.runs) + 1, np.int64)
+        np.add.at(change, self._born[numbers], sizes[numbers])
+        np.subtract.at(change, self._last[numbers] + 1, sizes[numbers])
+        result = change[:-1].cumsum()
+        result[self.main] += accesses.scratch
+        again = [at for runs in self.again.values() for at in runs]
+        for at in again:
+            result[at] += self._search.tasks[self.runs[at].task].scratch
+        counted = self._counted.tolist()
+        for at in (*self.main[accesses.over].tolist(), *again):
+            result[at] -= self._taken_over(at, counted)
+        return result
 
-    def may_go(self, value: int) -> bool:
-        """Whether a value is not the caller's on the device."""
-        return self._search.temporary[value] or value in self.hosted or value in self.results
+    def _taken_over(self, at: int, counted: list[bool]) -> int:
+        """The bytes of results that take over the memory of what their task reads."""
+        run, nbytes, value_of = self.runs[at], self._search.nbytes, self.value_of
+        total = 0
+        taken: set[int] = set()
+        for number, over in zip(run.writes, self._search.tasks[run.task].over, strict=False):
+            if not over or not counted[number]:
+                continue
+            size = nbytes[value_of[number]]
+            for position in over:
+                given = run.reads[position]
+                fits = nbytes[value_of[given]] >= size and given not in taken
+                if fits and counted[given] and self.last[given] == at:
+                    taken.add(given)
+                    total += size
+                    break
+        return total
+
+    def live_beside(self, run: int) -> Iterator[int]:
+        """The values that are live before a run and after it, and may go: not the caller's on the device."""
+        live = (self._counted & (self._born < run) & (self._last > run)).nonzero()[0]
+        for value in dict.fromkeys(self.value_of[number] for number in live.tolist()):
+            if self._search.temporary[value] or value in self.hosted or value in self.results:
+                yield value
 
     @property
     def peak(self) -> int:
@@ -104,7 +150,17 @@ class Unfolded:
 
     def is_live(self, value: int, run: int) -> bool:
         """Whether a copy of a value is on the device at a run."""
+        if self.born[value] <= run <= self.last[value] and self.born[value] >= 0:
+            return True
         return any(self.born[copy] <= run <= self.last[copy] for copy in self.copies.get(value, ()))
+
+    def reads_after(self, run: int) -> dict[int, int]:
+        """The places at which values are first read after a run."""
+        result: dict[int, int] = {}
+        for at in range(len(self.runs) - 1, run, -1):
+            for number in self.runs[at].reads:
+                result[self.value_of[number]] = self.places[at]
+        return result
 
     @property
     def sequel(self) -> Sequel:
@@ -126,23 +182,60 @@ class Unfolded:
 class Unfolding:
     """Builds a sequence: the runs so far, and where values are."""
 
-    def __init__(self, search: Search, state: frozenset[int], new: frozenset[int]) -> None:
+    def __init__(
+        self, search: Search, state: frozenset[int], new: frozenset[int], stays: frozenset[int]
+    ) -> None:
         """`state`: what the host has at the start. The number of such a value is that which is there.
 
-        `new`: results that it has in the end, beside the next values of these.
+        `new`: results that it has in the end, beside the next values of these. `stays`: values that are not
+        gone after their last use.
         """
         self._search = search
+        self._stays = stays
         self.state = state
         self.results = new.union(result for value in state if (result := search.state[value]) is not None)
-        away = [gone or value in state for value, gone in enumerate(search.temporary)]
-        self.current = [-1 if gone else value for value, gone in enumerate(away)]
+        # Values that are not where they were written first, with the indices of their copies, or -1.
+        self.current = dict.fromkeys(state, -1)
         # Values at the host, with the indices of their copies there.
         self.hosted = {value: value for value in state}
         self.runs: list[Run] = []
         self.places: list[int] = []
+        self.main = np.zeros(len(search.order), np.int64)
+        self.added: list[int] = []  # runs that differ from those of the order
+        self.changed: list[int] = []  # places of runs that read other copies
+        self._done = 0
         self.value_of = list(range(len(search.nbytes)))
         self.again: dict[int, list[int]] = {}
+        self.repeats = 0
         self.late: set[int] = set()  # inputs that are read after a result could have overwritten them
+
+    def is_gone(self, value: int, place: int) -> bool:
+        """Whether a value that was there is not on the device at a place."""
+        number = self.current.get(value)
+        if number is not None:
+            return number < 0
+        search = self._search
+        return search.temporary[value] and search.uses[value][-1] < place and value not in self._stays
+
+    def run_until(self, place: int) -> None:
+        """Run what stands before a place as it is."""
+        count, first = place - self._done, len(self.runs)
+        self.runs += self._search.plain[self._done : place]
+        self.places += range(self._done, place)
+        self.main[self._done : place] = np.arange(first, first + count)
+        self._done = place
+
+    def run(self, place: int, reads: tuple[int, ...]) -> None:
+        """Run what stands at a place, with these copies of what it reads."""
+        run = self._search.plain[place]
+        if reads != run.reads:
+            run = run._replace(reads=reads)
+            self.changed.append(place)
+            self.added.append(len(self.runs))
+        self.main[place] = len(self.runs)
+        self.runs.append(run)
+        self.places.append(place)
+        self._done = place + 1
 
     def bring_back(self, step: int, place: int) -> list[int]:
         """Rerun a task, or fetch the value `~step`; returns the values that were missing."""
@@ -153,11 +246,12 @@ class Unfolding:
             task = self._search.tasks[step]
             self.late.update(v for v in task.reads if self._search.replaced.get(v, place) < place)
             self.again.setdefault(step, []).append(len(self.runs))
+            self.repeats += 1
             written = task.writes
-            copies = self._add(step, tuple(self.current[v] for v in task.reads), written, place)
+            copies = self._add(step, tuple(self.current.get(v, v) for v in task.reads), written, place)
         made = []
         for copy, value in zip(copies, written, strict=True):
-            if self.current[value] < 0:
+            if self.is_gone(value, place):
                 self.current[value] = copy
                 made.append(value)
         return made
@@ -165,12 +259,13 @@ class Unfolding:
     def send(self, value: int, place: int) -> None:
         """Copy a value to the host, unless it is there already."""
         if value not in self.hosted:
-            (self.hosted[value],) = self._add(OUT, (self.current[value],), (value,), place)
+            (self.hosted[value],) = self._add(OUT, (self.current.get(value, value),), (value,), place)
 
     def _add(self, task: int, reads: tuple[int, ...], values: tuple[int, ...], place: int) -> tuple[int, ...]:
         """Add a run that writes copies of values; returns their indices."""
         new = tuple(range(len(self.value_of), len(self.value_of) + len(values)))
         self.value_of += values
+        self.added.append(len(self.runs))
         self.runs.append(Run(task, reads, new))
         self.places.append(place)
         return new

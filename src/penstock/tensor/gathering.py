@@ -20,7 +20,7 @@ from penstock.graph.node import DType, Node, Shape, leaf
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 from penstock.tensor.core import Tensor
-from penstock.tensor.creation import zeros
+from penstock.tensor.creation import full
 from penstock.tensor.dtypes import checked
 from penstock.tensor.manipulation import astype
 
@@ -43,22 +43,29 @@ def gathered(arrays: Arrays, device: Device) -> list[Tensor]:
     return result
 
 
-def zeros_gathered(shapes: Sequence[Shape], dtype: DType, device: Device) -> list[Tensor]:
-    """New tensors of zeros, in as few allocations as possible."""
+def full_gathered(
+    shapes: Sequence[Shape], value: float, dtypes: Sequence[DType], device: Device
+) -> list[Tensor]:
+    """New tensors of a number, in as few allocations as possible, without arrays of the host."""
     if device.dispatcher is not None:  # `auto` chooses where values lie
-        return [zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        return [
+            full(shape, value, dtype=dtype, device=device)
+            for shape, dtype in zip(shapes, dtypes, strict=True)
+        ]
     result: list[Tensor] = []
-    sizes = [prod(shape) * dtype.itemsize for shape in shapes]
-    empty: dict[Shape, Tensor] = {}  # which are copied: a kernel has no indices for all of an allocation
+    sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+    # These are copied, since a kernel has no indices for all of an allocation.
+    models: dict[tuple[Shape, DType], Tensor] = {}
     for part, offsets, nbytes in side_by_side(sizes, device.capabilities):
-        allocation = device.empty(nbytes)
+        allocation = _new(nbytes, device)
         for at, offset in zip(part, offsets, strict=True):
-            if shapes[at] not in empty:
-                empty[shapes[at]] = zeros(shapes[at], dtype=dtype, device=device)
-                empty[shapes[at]]._realize()
+            shape, dtype = shapes[at], dtypes[at]
+            if (shape, dtype) not in models:
+                models[shape, dtype] = full(shape, value, dtype=dtype, device=device)
+                models[shape, dtype]._realize()
             buffer = allocation.part(offset, sizes[at])
-            device.copy(buffer, empty[shapes[at]]._node.value, sizes[at])
-            result.append(Tensor(leaf(buffer, shapes[at], dtype), device))
+            device.copy(buffer, models[shape, dtype]._node.value, sizes[at])
+            result.append(Tensor(leaf(buffer, shape, dtype), device))
     return result
 
 

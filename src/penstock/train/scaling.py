@@ -78,9 +78,9 @@ def predicted(
     2: with zero=3, parameters go along it once more.
     """
     plan = plans[0]
-    if plan.step_seconds is None:
+    compute = plan.unlimited_seconds
+    if compute is None:
         raise SettingError(f"the rates of {plan.device} are not known, so that no time can be predicted")
-    compute = plan.step_seconds[0]
     sent = int(2 * 4 * parameters * (ranks - 1) / ranks)
     buckets = max(1, 4 * parameters // _BUCKET)
     messages = 2 * ceil(log2(ranks)) * buckets  # halving and doubling, as engines do where latency counts
