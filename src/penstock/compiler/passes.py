@@ -13,6 +13,7 @@ from penstock.drivers.driver import Capabilities
 from penstock.fusion.bounding import bounded
 from penstock.fusion.column_reductions import column_units
 from penstock.fusion.groups import Group, partition
+from penstock.fusion.panels import lay_out_panels
 from penstock.fusion.products import by_library
 from penstock.fusion.splitting import split
 from penstock.fusion.views import base
@@ -37,14 +38,18 @@ def order_channels(state: Compilation, target: Target) -> Compilation:
 
 
 def rewrite_products(state: Compilation, target: Target) -> Compilation:
-    """On a CPU, unstack products and join the terms of sums; on a GPU, turn products with vectors into sums.
+    """On a CPU, unstack products, join the terms of sums, and lay out what many products read.
 
-    A CPU runs separate small products in a single launch, so stacking their matrices would only cost copies.
+    On a GPU, turn products with vectors into sums. A CPU runs separate small products in a single launch, so
+    stacking their matrices would only cost copies.
     """
     if not target.capabilities.compiles:
         return state
-    wanted = vectors_as_sums(state.wanted) if target.gpu else join_sums(unstack(state.wanted))
-    return replace(state, wanted=wanted)
+    if target.gpu:
+        return replace(state, wanted=vectors_as_sums(state.wanted))
+    wanted = join_sums(unstack(state.wanted))
+    # Kernels of single operations are few, and read matrices as they are.
+    return replace(state, wanted=lay_out_panels(wanted) if target.fuses else wanted)
 
 
 def split_long(state: Compilation, target: Target) -> Compilation:

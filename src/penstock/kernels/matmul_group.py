@@ -9,6 +9,7 @@ from penstock.fusion.groups import Group
 from penstock.fusion.index import Index, Variables, flat, variable
 from penstock.fusion.views import Digits, base, digits_index, matrix_variables
 from penstock.graph.node import Node
+from penstock.graph.panels import PANELS
 from penstock.graph.quantization import bits_of, on_tensor_cores
 from penstock.kernels import ir
 from penstock.kernels.builder import KernelBuilder, Memory
@@ -102,7 +103,8 @@ def _matrix(k: KernelBuilder, group: Group, operand: Node, product: Node) -> tup
         if step and length > 1:
             begin = begin + offset(BATCH // math.prod(lengths[axis + 1 :]) % length, step)
     memory = k.inputs[group.inputs.index(node)]
-    return node, Matrix(memory, begin, row_stride=steps["i"], column_stride=steps["j"])
+    panel_width = operand.inputs[0].shape[-1] if operand.primitive is PANELS else 0
+    return node, Matrix(memory, begin, steps["i"], steps["j"], panel_width)
 
 
 def _contiguous(node: Node) -> dict[str, int | Digits]:

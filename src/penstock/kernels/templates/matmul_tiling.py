@@ -38,7 +38,7 @@ class Tiling:
 
 LANES = 8  # of a vector
 _REGISTERS = 16  # for vectors
-_SUMS = 12  # registers that hold sums
+SUMS = 12  # registers that hold sums
 _CACHE_BYTES = 1 << 20  # of the second level: half for the right side, 3/8 for sums, 1/10 for the left side
 _DEPTH = 512  # steps along K before the next columns
 _PACKED_DEPTH = 352  # the same where the left side is packed,
@@ -138,8 +138,8 @@ def reads_windows(problem: Problem, width: int) -> bool:
 
 def _micro_tiles(problem: Problem) -> Iterator[tuple[int, int]]:
     """Rows and vectors of sums that fit into registers and into the product."""
-    for vectors in range(1, max(1, min(_SUMS // 2, problem.columns // LANES)) + 1):
-        most = min(problem.rows, _SUMS // vectors, (_REGISTERS - 1) // vectors - 1)
+    for vectors in range(1, max(1, min(SUMS // 2, problem.columns // LANES)) + 1):
+        most = min(problem.rows, SUMS // vectors, (_REGISTERS - 1) // vectors - 1)
         yield from ((rows, vectors) for rows in range(1, most + 1))
 
 
