@@ -75,6 +75,7 @@ def fused(wanted: Sequence[Node], capabilities: Capabilities, column_units: int 
         cache(lambda node: fusible(node, capabilities)),
         lambda product: by_library(product, capabilities),
         column_units,
+        beside=capabilities.vector_width > 1,
     )
 
 

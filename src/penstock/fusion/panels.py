@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Sequence
 from math import ceil
 
-from penstock.fusion.views import operand_index
+from penstock.fusion.views import below_views, operand_index
 from penstock.graph.contraction import MATMUL
 from penstock.graph.dtypes import float32
-from penstock.graph.node import Node, topological
+from penstock.graph.node import Kind, Node, topological
 from penstock.graph.panels import in_panels
 
 _FEWEST = 4  # products that read a matrix; fewer are not worth the copy
@@ -52,6 +52,8 @@ def _may_read_panels(node: Node) -> bool:
     few = node.shape[0] in _ROWS and right.shape[0] <= _LONGEST and right.size >= _LEAST
     if not few or any(operand.dtype != float32 for operand in node.inputs):
         return False
+    if below_views(left).primitive.kind is Kind.CREATION:
+        return True  # such as a first state of zeros, which is stored for it
     in_place = operand_index(left, ())
     return in_place is not None and in_place[1].factor("j") == 1  # or it would be packed
 

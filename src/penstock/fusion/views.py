@@ -93,9 +93,9 @@ def digits_index(
     faster: None, or what a repeated matrix is repeated from, which is copied once. Panels are such a copy.
     """
     if operand.primitive is PANELS:
-        count, inner, width = operand.inputs[0].shape
-        columns = Digits(((width, count, inner * width), (1, width, 1)))
-        return base(operand.inputs[0]), (0, {"i": width, "j": columns})
+        panels = operand.inputs[0]
+        count, depth, width = panels.shape
+        return base(panels), (0, {"i": width, "j": Digits(((width, count, depth * width), (1, width, 1)))})
     pieces = _whole(operand)
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Matrices in panels: neighbouring columns that lie together in memory, in the order in which they are read."""
+"""Matrices in panels: neighbouring columns lie together in memory, in the order in which they are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts that the kernels of matrix products on a CPU share: the micro-kernel, and the ends of their rows."""
+"""What the kernels of matrix products on a CPU share: the micro-kernel, and the epilogue of a row."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ Items = Callable[[Expr], Sequence[tuple[Memory, Expr]]]  # of a step along K: me
 def micro_kernel(k: KernelBuilder, depth: Expr, sums: Sequence[Var], lefts: Items, rights: Items) -> None:
     """Add the products of single items of the left side by vectors of the right side to sums, row by row."""
     with k.loop("step", 0, depth) as step:
-        vectors = [
-            k.let(f"right{i}", k.load_vector(memory, at, LANES))
-            for i, (memory, at) in enumerate(rights(step))
-        ]
+        loads = [k.load_vector(memory, at, LANES) for memory, at in rights(step)]
+        vectors = [k.let(f"right{i}", load) for i, load in enumerate(loads)]
         for row, (memory, at) in enumerate(lefts(step)):
             factor = k.let(f"left{row}", k.broadcast(k.load(memory, at), LANES))
             for i, vector in enumerate(vectors):
