@@ -15,7 +15,7 @@ from penstock.kernels.ir.expressions import Const
 from penstock.kernels.source import KernelSource
 from penstock.kernels.templates.matmul import BATCH, Epilogue, Problem, offset
 from penstock.kernels.templates.matmul_micro import finish_row, micro_kernel, minimum, share
-from penstock.kernels.templates.matmul_tiling import LANES, SUMS
+from penstock.kernels.templates.matmul_tiling import CACHE_BYTES, LANES, SUMS
 
 
 def panel_matmul(
@@ -27,7 +27,8 @@ def panel_matmul(
     vectors = across // LANES
     rows = min(problem.rows, SUMS // vectors)  # of a micro-tile
     panels = ceil(problem.columns / across)
-    tiles = min(panels, capabilities.compute_units)
+    room = min(CACHE_BYTES, capabilities.local_bytes) // 8 // (problem.rows * across)  # for sums, in panels
+    tiles = min(panels, max(capabilities.compute_units, ceil(panels / room)))
     widest = ceil(panels / tiles) * across
     sums = k.shared("sums", "float32", problem.rows * widest, width=LANES)
     k.let(BATCH.name, Const(0))

@@ -39,7 +39,7 @@ class Tiling:
 LANES = 8  # of a vector
 _REGISTERS = 16  # for vectors
 SUMS = 12  # registers that hold sums
-_CACHE_BYTES = 1 << 20  # of the second level: half for the right side, 3/8 for sums, 1/10 for the left side
+CACHE_BYTES = 1 << 20  # of the second level: half for the right side, 3/8 for sums, 1/10 for the left side
 _DEPTH = 512  # steps along K before the next columns
 _PACKED_DEPTH = 352  # the same where the left side is packed,
 _STREAM_DEPTH = 8  # and where the right side does not stay in the cache
@@ -91,7 +91,7 @@ def _tiling_with(
     fetching_left = _fetch_left(rows, pack_left) * inner
     fetching_right = pack_right * vectors * (8 if in_vectors else 10) * inner
 
-    floats = min(_CACHE_BYTES, capabilities.local_bytes) // 4
+    floats = min(CACHE_BYTES, capabilities.local_bytes) // 4
     left_steps = floats // 10 // (ceil(rows / LANES) * LANES)
     right_steps = floats // 2 // width
     deepest = min(left_steps, right_steps, _DEPTH) if pack_left else min(right_steps, 2 * _DEPTH)
