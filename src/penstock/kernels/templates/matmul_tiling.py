@@ -102,6 +102,8 @@ def _tiling_with(
     depth = ceil(inner / depth_blocks)
     span = 1 if not stream_right else _DEPTH // depth if inner > 2 * _DEPTH else depth_blocks
     sums = floats * 3 // 8 // (2 if 1 < span < depth_blocks else 1)
+    if pack_right:  # what it leaves, if it is small
+        sums = max(sums, floats * 7 // 8 - column_panels * width * depth)
     widest = sums // (rows * width) if stream_right else right_steps // depth
     widest = column_panels if windows else widest
     micro_tile = _step(rows, vectors) * inner + 40 * depth_blocks  # cycles
