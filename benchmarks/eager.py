@@ -1,9 +1,12 @@
 """Single expressions and small programs without `@ps.jit`, next to PyTorch eager, NumPy and CuPy.
 
-    python benchmarks/eager.py [--device opencl:0] [--only sum softmax] [--save FILE]
+    python benchmarks/eager.py [--device opencl:0] [--only sum softmax] [--cpu-time] [--save FILE]
 
 Every call is realised. A ratio is the time of the better peer over Penstock's: above 1, Penstock is faster.
 "travelled" is the bytes that a call copies between host and device, counted by a profile.
+
+With `--cpu-time`, CPU seconds of all threads are compared instead of time, for machines that others use, too.
+PyTorch then has one thread, because several spin while they wait.
 """
 
 from __future__ import annotations
@@ -186,8 +189,8 @@ def arrays(size: int) -> Arrays:
 class Sides:
     """A piece of work on every side, each with a function that waits for its end."""
 
-    def __init__(self, device: ps.Device, report: Report) -> None:
-        self.device, self.report = device, report
+    def __init__(self, device: ps.Device, report: Report, clock: Callable[[], float]) -> None:
+        self.device, self.report, self.clock = device, report, clock
         self.gpu = device.name.startswith("cuda")
         self.place = "cuda" if self.gpu else "cpu"
 
@@ -215,7 +218,7 @@ class Sides:
         timed: dict[str, Callable[[], object]] = {
             name: partial(loop, repeat[name]) for name, loop in loops.items()
         }
-        for name, best in best_of(timed, rounds=rounds).items():
+        for name, best in best_of(timed, rounds=rounds, clock=self.clock).items():
             seconds[name] = best / repeat[name]
         travelled = self._travelled(sides["penstock"])
         peers = {name: time for name, time in seconds.items() if name != "penstock"}
@@ -429,12 +432,15 @@ def main() -> None:
     )
     parser.add_argument("--device", default=None, help="by default the first")
     parser.add_argument("--only", nargs="*", default=[], help="words of the lines to run")
+    parser.add_argument("--cpu-time", action="store_true", help="compare CPU seconds of all threads")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--save", type=Path)
     options = parser.parse_args()
     device = ps.use(options.device) if options.device else ps.default_device()
     report = Report()
-    sides = Sides(device, report)
+    sides = Sides(device, report, time.process_time if options.cpu_time else time.perf_counter)
+    if torch is not None and options.cpu_time:
+        torch.set_num_threads(1)
     # The same precision on a GPU: products in full float32, as Penstock's.
     goals = {8: 0.67, 512: 1.0, 4096: 1.0} if sides.gpu else {8: 0.8, 256: 0.8, 2048: 0.8}
 
@@ -454,7 +460,8 @@ def main() -> None:
         chain_line(device, report)
     if options.save:
         versions = {peer.__name__: peer.__version__ for peer in (np, torch, cupy) if peer is not None}
-        report.save(options.save, "eager", device, versions)
+        given_options = f" --device {device.name} --cpu-time" if options.cpu_time else ""
+        report.save(options.save, "eager", device, versions, given_options)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ import penstock as ps
 from penstock.graph.contraction import MATMUL, matmul
 from penstock.graph.elementwise import add, exp
 from penstock.graph.node import Node, topological
-from penstock.graph.shaping import CONCAT, PAD, pad, permute
+from penstock.graph.reducing import sum_
+from penstock.graph.shaping import CONCAT, PAD, pad, permute, reshape
 from penstock.graph.sums import join_sums
 from penstock.runtime import Device
 
@@ -141,3 +142,20 @@ def test_rows_of_many_parts_and_a_single_row(rows: tuple[int, ...], parts: int) 
     joined = ps.jit(lambda arrays: ps.concat([array * 2.0 for array in arrays], axis=-1) + 1.0)
     result = joined([ps.asarray(array) for array in arrays])
     np.testing.assert_array_equal(result.numpy(), np.concatenate(arrays, axis=-1) * 2 + 1)
+
+
+def test_sums_of_what_is_concatenated_are_sums_of_the_whole() -> None:
+    """As the gradients of two biases are, one added to all steps at once and the other at each step."""
+    steps = [exp(at(normal(3, 8, seed=step))) for step in range(5)]
+    whole = reduce(
+        add,
+        [
+            pad(reshape(step, (1, 3, 8)), ((n, 1, 1), (0, 3, 1), (0, 8, 1)), (5, 3, 8))
+            for n, step in enumerate(steps)
+        ],
+    )
+    both = [sum_(whole, (0, 1)), reduce(add, [sum_(step, (0,)) for step in reversed(steps)])]
+    first, second = join_sums(both)
+    assert first is second
+    for wanted in both:
+        np.testing.assert_allclose(evaluate(first), evaluate(wanted), rtol=1e-5)

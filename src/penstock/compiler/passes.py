@@ -13,6 +13,7 @@ from penstock.drivers.driver import Capabilities
 from penstock.fusion.bounding import bounded
 from penstock.fusion.column_reductions import column_units
 from penstock.fusion.groups import Group, partition
+from penstock.fusion.panels import lay_out_panels
 from penstock.fusion.products import by_library
 from penstock.fusion.splitting import split
 from penstock.fusion.views import base
@@ -21,6 +22,7 @@ from penstock.graph.linear import few_rows
 from penstock.graph.node import Node
 from penstock.graph.separate import separate
 from penstock.graph.sums import join_sums
+from penstock.graph.together import multiply_together
 from penstock.graph.unstack import unstack
 from penstock.graph.vectors import vectors_as_sums
 from penstock.kernels.horizontal_fusion import MOST_CALLS, kind
@@ -38,15 +40,19 @@ def order_channels(state: Compilation, target: Target) -> Compilation:
 
 
 def rewrite_products(state: Compilation, target: Target) -> Compilation:
-    """On a CPU, unstack products and join the terms of sums; on a GPU, turn products with vectors into sums.
+    """On a CPU, unstack and join products, join the terms of sums, and lay out what many products read.
 
-    A CPU runs separate small products in a single launch, so stacking their matrices would only cost copies.
+    On a GPU, turn products with vectors into sums. A CPU runs separate small products in a single launch, so
+    stacking their matrices would only cost copies.
     """
-    if not target.capabilities.compiles:
+    can = target.capabilities
+    if not can.compiles:
         return state
     if target.gpu:
-        return replace(state, wanted=few_rows(vectors_as_sums(state.wanted), target.capabilities))
-    return replace(state, wanted=join_sums(unstack(state.wanted)))
+        return replace(state, wanted=few_rows(vectors_as_sums(state.wanted), can))
+    wanted = join_sums(multiply_together(unstack(state.wanted)))
+    # Kernels of single operations are few, and read matrices as they are.
+    return replace(state, wanted=lay_out_panels(wanted, can) if target.fuses else wanted)
 
 
 def split_long(state: Compilation, target: Target) -> Compilation:
@@ -72,6 +78,7 @@ def fused(wanted: Sequence[Node], capabilities: Capabilities, column_units: int 
         cache(lambda node: fusible(node, capabilities)),
         lambda product: by_library(product, capabilities),
         column_units,
+        beside=capabilities.vector_width > 1,
     )
 
 

@@ -27,7 +27,7 @@ from penstock.graph.checkpoint import BARRIER
 from penstock.graph.elementwise import PRIMITIVES
 from penstock.graph.node import Kind, Node, Shape
 from penstock.graph.reducing import EXPAND
-from penstock.graph.shaping import RESHAPE
+from penstock.graph.shaping import CONCAT, RESHAPE
 
 # The kinds of node that start a cluster of their own.
 _BEGUN_BY = {
@@ -73,13 +73,18 @@ class Clustering:
         fusible: Callable[[Node], bool],
         by_library: Callable[[Node], bool],
         pairs: bool = False,
+        beside: bool = False,
     ) -> None:
-        """`pairs`: two products of the same few rows may be in a kernel."""
+        """`pairs`: two products of the same few rows may be in a kernel.
+
+        `beside`: a product's kernel may store what it computes from an item side by side.
+        """
         self._order = order
         self._number = {node: number for number, node in enumerate(order)}
         self._fusible = fusible
         self._by_library = by_library
-        self._pairs = pairs
+        self._pairs, self._beside = pairs, beside
+        self._joined: set[Node] = set()  # concatenations in the cluster of all of their parts
         self._consumers: dict[Node, list[Node]] = {node: [] for node in order}
         self.cluster: dict[Node, Cluster] = {}
         # The latest cluster of columns in each space, and what it reads.
@@ -185,6 +190,9 @@ class Clustering:
             self._enter(node, cluster)
         elif kind is Kind.REDUCTION:
             self._assign_reduction(node)
+        elif self._beside and node.primitive is CONCAT and (parts := self._product_of(node)):
+            self._joined.add(node)
+            self._enter(node, parts)
         else:
             self._assign_elementwise(node)
 
@@ -208,6 +216,21 @@ class Clustering:
                         self.required.add(bias)
                 return
         self._enter(node, Cluster(GroupKind.MAP, node.size))
+
+    def _product_of(self, concat: Node) -> Cluster | None:
+        """The cluster of a product that has all parts of a concatenation, if nothing else reads these."""
+        parts = concat.inputs
+        cluster = self.cluster.get(parts[0])
+        if cluster is None or cluster.kind is not GroupKind.MATMUL or len(set(parts)) < len(parts):
+            return None
+        alone = all(
+            self.cluster.get(part) is cluster
+            and part.shape == cluster.nodes[0].shape
+            and part not in self.required
+            and self._consumers[part] == [concat]
+            for part in parts
+        )
+        return cluster if alone and not cluster.by_library and len(cluster.nodes) < MAX_NODES else None
 
     def _assign_reduction(self, node: Node) -> None:
         source, axes = node.inputs[0], node.attributes["axes"]
@@ -288,6 +311,8 @@ class Clustering:
 
     def at_hand(self, producer: Node, spread: int, cluster: Cluster, reduced: bool) -> bool:
         """Whether a node in `cluster`, after a reduction or not, reads just the item that the loop is at."""
+        if producer in self._joined:
+            return False
         if producer in self.reduced:
             return spread == 1 if reduced else 0 < spread == cluster.columns
         return spread == 1 and not reduced and cluster.kind.keeps_items

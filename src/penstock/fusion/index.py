@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from penstock.graph.checkpoint import BARRIER
 from penstock.graph.node import Node, Shape
+from penstock.graph.panels import PANELS
 from penstock.graph.reducing import EXPAND
 from penstock.graph.shaping import PERMUTE, RESHAPE, SLICE
 from penstock.graph.windows import WINDOWS
@@ -168,6 +169,9 @@ def source_coords(view: Node, coords: Coords, variables: Variables) -> Coords:
         return tuple(coords[axes.index(axis)] for axis in range(source.ndim))
     if view.primitive is EXPAND:
         return tuple(ZERO if n == 1 else index for index, n in zip(coords, source.shape, strict=True))
+    if view.primitive is PANELS:
+        panel, inside = variables.divide(coords[1], source.shape[2])
+        return panel, coords[0], inside
     if view.primitive is WINDOWS:
         axis, stride, dilation = (view.attributes[name] for name in ("axis", "stride", "dilation"))
         inside = coords[axis] * stride + coords[axis + 1] * dilation

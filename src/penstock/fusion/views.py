@@ -10,6 +10,7 @@ from typing import Any
 from penstock.fusion.costs import CROSSED_AXIS, CROSSED_ITEMS
 from penstock.fusion.index import ZERO, Coords, Index, SplitNeeded, Variables, flat, source_coords, variable
 from penstock.graph.node import Kind, Node, Shape
+from penstock.graph.panels import PANELS
 from penstock.graph.reducing import EXPAND
 from penstock.graph.shaping import PERMUTE, SLICE
 
@@ -89,8 +90,12 @@ def digits_index(
     """Like `operand_index`, as the offset of the first item and the stride or the digits of each variable.
 
     Where there are digits, and the operand has no more different items than the value below, copying is
-    faster: None, or what a repeated matrix is repeated from, which is copied once.
+    faster: None, or what a repeated matrix is repeated from, which is copied once. Panels are such a copy.
     """
+    if operand.primitive is PANELS:
+        panels = operand.inputs[0]
+        count, depth, width = panels.shape
+        return base(panels), (0, {"i": width, "j": Digits(((width, count, depth * width), (1, width, 1)))})
     pieces = _whole(operand)
     while True:
         try:

@@ -1,7 +1,8 @@
 """The pass that joins the terms of long sums, as gradients of what is used several times are, for CPUs.
 
 What is used part by part has a sum of padded parts as its gradient: a concatenation. A weight that is used at
-each step of a sequence has a sum of products with few steps along K: a single product with many.
+each step of a sequence has a sum of products with few steps along K: a single product with many. A bias that
+is added at each step has a sum of sums of rows: a single sum of rows.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functools import reduce
 from penstock.graph.contraction import MATMUL, matmul
 from penstock.graph.elementwise import PRIMITIVES, add
 from penstock.graph.node import Node, topological
+from penstock.graph.reducing import sum_
 from penstock.graph.shaping import PAD, PERMUTE, RESHAPE, concat, permute, reshape
 
 _ADD = PRIMITIVES["add"]
@@ -33,6 +35,7 @@ class _Joining:
         self._uses.update(outputs)
         self._new: dict[Node, Node] = {}
         self._columns: dict[tuple[Node, ...], Node] = {}  # matrices on top of one another, by what they are
+        self._row_sums: dict[Node, Node] = {}  # the sums of the rows of such columns
         for node in order:
             self._new[node] = node if node.value is not None else self._rewritten(node)
         self.outputs = [self._new[node] for node in outputs]
@@ -40,13 +43,16 @@ class _Joining:
     def _rewritten(self, node: Node) -> Node:
         terms = _terms(node, self._uses) if node.primitive is _ADD else []
         joined = self._joined(terms) if len(terms) > 1 else None
-        return joined or node.on(tuple(self._new[parent] for parent in node.inputs))
+        joined = joined or node.on(tuple(self._new[parent] for parent in node.inputs))
+        return self._of_column(joined) if _sums_rows(joined) else joined
 
     def _joined(self, terms: Sequence[Node]) -> Node | None:
         """A sum with its terms joined; None where there is nothing to join."""
         if (axis := _axis_of_pads(terms)) is not None:
             parts = sorted(terms, key=lambda term: term.attributes["slices"][axis])
             return self._concatenated([self._new[part.inputs[0]] for part in parts], axis)
+        if all(_sums_rows(term) and term.inputs[0].ndim == 2 for term in terms):
+            return self._sum_of_column([self._new[term.inputs[0]] for term in terms])
         products = [term for term in terms if _is_short_product(term) and self._uses[term] == 1]
         if len(products) < _FEWEST:
             return None
@@ -63,6 +69,22 @@ class _Joining:
 
     def _column(self, matrices: list[Node]) -> Node:
         return self._columns.setdefault(tuple(matrices), concat(matrices, 0))
+
+    def _sum_of_column(self, matrices: list[Node]) -> Node | None:
+        """The sum of the rows of several matrices that are on top of one another; None if they are not."""
+        for order in (matrices, matrices[::-1]):
+            if (column := self._columns.get(tuple(order))) is not None:
+                return self._row_sums.setdefault(column, sum_(column, (0,)))
+        return None
+
+    def _of_column(self, total: Node) -> Node:
+        """The same sum of rows as `_sum_of_column` gives for such matrices, so that it is computed once."""
+        column = total.inputs[0]
+        if column.primitive is RESHAPE and column.value is None:
+            column = column.inputs[0]
+        if column.ndim != 2 or column not in self._columns.values():
+            return total
+        return self._row_sums.setdefault(column, sum_(column, (0,)))
 
     def _product(self, lefts: list[Node], rights: list[Node]) -> Node:
         """The sum of products: of matrices beside one another by matrices on top of one another.
@@ -106,6 +128,14 @@ def _axis_of_pads(terms: Sequence[Node]) -> int | None:
             return None
         end += count
     return axis if end == terms[0].shape[axis] else None
+
+
+def _sums_rows(term: Node) -> bool:
+    """Whether a node is a sum over all axes but the last."""
+    if term.primitive.name != "sum" or term.value is not None or term.dtype.kind != "f":
+        return False
+    axes: tuple[int, ...] = term.attributes["axes"]
+    return axes == tuple(range(term.inputs[0].ndim - 1))
 
 
 def _is_short_product(term: Node) -> bool:

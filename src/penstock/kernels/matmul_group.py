@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from penstock.drivers.driver import Capabilities
 from penstock.fusion.groups import Group
-from penstock.fusion.index import Index, Variables, flat, variable
+from penstock.fusion.index import Coords, Index, Variables, flat, variable
 from penstock.fusion.views import Digits, base, digits_index, matrix_variables
 from penstock.graph.linear import LINEAR
 from penstock.graph.node import Node
+from penstock.graph.panels import PANELS
 from penstock.graph.quantization import bits_of, on_tensor_cores
+from penstock.graph.shaping import CONCAT
 from penstock.kernels import ir
 from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.lowering.emitter import Emitter
@@ -128,7 +130,8 @@ def _matrix(k: KernelBuilder, group: Group, operand: Node, product: Node) -> tup
         if step and length > 1:
             begin = begin + offset(BATCH // math.prod(lengths[axis + 1 :]) % length, step)
     memory = k.inputs[group.inputs.index(node)]
-    return node, Matrix(memory, begin, row_stride=steps["i"], column_stride=steps["j"])
+    panel_width = operand.inputs[0].shape[-1] if operand.primitive is PANELS else 0
+    return node, Matrix(memory, begin, steps["i"], steps["j"], panel_width)
 
 
 def _contiguous(node: Node) -> dict[str, int | Digits]:
@@ -177,16 +180,28 @@ class _Epilogue:
             counts.append(ir.Let(f"b{axis}", BATCH // math.prod(shape[axis + 1 : -2]) % length))
         coords = tuple(map(variable, names))
         number = flat(coords, shape)
-        values = []
-        for node in self._group.outputs:
-            value = emitter.value(node, coords) if node.shape == shape else emitter.at_number(node, number)
-            values.append(emitter.widened(value, width))
-        index, _, _ = emitter.index(number)
-        aligned = 1 if self._vectors else emitter.aligned(number)
-        body = [*emitter.bodies[0], *emitter.bodies[1]]
-        for output, (node, value) in enumerate(zip(self._group.outputs, values, strict=True)):
-            body.append(ir.Store(value.var, f"out{output}", str(node.dtype), index, aligned, width))
-            self.stores[output] = (0, number)
+        stores: list[ir.Statement] = []
+        for output, node in enumerate(self._group.outputs):
+            for part, where in _stored(node, coords, number):
+                value = emitter.value(part, coords) if part.shape == shape else emitter.at_number(part, where)
+                var = emitter.widened(value, width).var
+                index, _, _ = emitter.index(where)
+                aligned = 1 if self._vectors else emitter.aligned(where)
+                stores.append(ir.Store(var, f"out{output}", str(node.dtype), index, aligned, width))
+                self.stores[output] = (0, where)
+        body = [*emitter.bodies[0], *emitter.bodies[1], *stores]
         for at_input, indices in emitter.loads.items():
             self.loads.setdefault(at_input, set()).update(indices)
         return [*counts, *body]
+
+
+def _stored(output: Node, coords: Coords, number: Index) -> Iterator[tuple[Node, Index]]:
+    """What is stored of an output for an item of the product, and where: the parts of a concatenation."""
+    if output.primitive is not CONCAT:
+        yield output, number
+        return
+    axis, start = output.attributes["axis"], 0
+    for part in output.inputs:
+        moved = coords[axis] + Index((), start)
+        yield part, flat((*coords[:axis], moved, *coords[axis + 1 :]), output.shape)
+        start += part.shape[axis]

@@ -25,6 +25,7 @@ class Matrix:
     base: Expr  # the index of the first item of matrix `BATCH`
     row_stride: int | Digits  # in items
     column_stride: int | Digits
+    panel_width: int = 0  # columns of a panel, where a right side lies in panels
 
     def index(self, row: Operand, column: Operand) -> Expr:
         """The index of an item in memory."""

@@ -10,14 +10,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import reduce
+from itertools import islice
 from math import ceil
 
 from penstock.drivers.driver import Capabilities
 from penstock.fusion.views import Digits
 from penstock.kernels.builder import KernelBuilder, Memory
-from penstock.kernels.ir.expressions import Const, Expr, Operand, Var, call
+from penstock.kernels.ir.expressions import Const, Expr, Operand, Var
 from penstock.kernels.source import KernelSource
 from penstock.kernels.templates.matmul import BATCH, Epilogue, Problem, offset
+from penstock.kernels.templates.matmul_micro import finish_row, micro_kernel, minimum, share
+from penstock.kernels.templates.matmul_panels import panel_matmul
 from penstock.kernels.templates.matmul_tiling import LANES, Tiling, reads_windows, tiling
 
 _CHAINS = 4  # independent sums in a product of few rows or columns, so that none waits for another
@@ -28,6 +31,8 @@ def cpu_matmul(
     k: KernelBuilder, problem: Problem, capabilities: Capabilities, epilogue: Epilogue, width: int = 1
 ) -> KernelSource:
     """The kernel of a product. The epilogue takes `width` neighbours at a time."""
+    if problem.right.panel_width:
+        return panel_matmul(k, problem, capabilities, epilogue, width)
     if _is_thin(problem):
         return _thin(k, problem, capabilities, epilogue)
     return _TiledProduct(k, problem, tiling(problem, capabilities), epilogue, width).build()
@@ -133,7 +138,7 @@ class _Side:
         if self.length < count:
             return Const(0)
         exact = count == self.lines and self.length % count == 0 and not self.varied
-        return line if exact else _minimum(line, self.length - count)
+        return line if exact else minimum(line, self.length - count)
 
     def pack(self, block: _DepthBlock, begin: Expr, end: Expr) -> None:
         """Copy a block of K of some panels, in the order in which the micro-kernel reads it."""
@@ -152,7 +157,7 @@ class _Side:
                 k.loop("line", 0, self.lines, together) as line,
                 k.loop("steps", 0, block.depth, LANES) as steps,
             ):
-                step = k.let("step", _minimum(steps, block.depth - LANES))  # the last vector begins early
+                step = k.let("step", minimum(steps, block.depth - LANES))  # the last vector begins early
                 source = k.let("source", self._index(first + line, block.begin + step))
                 target = k.let("target", self._packed_index(panel - begin, line, step))
                 vectors = [
@@ -174,7 +179,7 @@ class _Side:
                 self.each_panel(begin, end) as (panel, _, first),
                 k.loop("line", 0, self.lines) as line,
             ):
-                inside = k.let("inside", _minimum(first + line, self.length - 1))
+                inside = k.let("inside", minimum(first + line, self.length - 1))
                 value = k.load(memory, self._index(inside, block.begin + step))
                 k.store(self.panels, self._packed_index(panel - begin, line, step), value)
 
@@ -194,7 +199,7 @@ class _Side:
     ) -> None:
         """Copy some lines of a panel: as vectors, where neighbouring lines or steps are contiguous."""
         k, memory, base = self.k, self.matrix.memory, self.matrix.base
-        lines = [_minimum(first + lane + i, self.length - 1) for i in range(LANES)]
+        lines = [minimum(first + lane + i, self.length - 1) for i in range(LANES)]
         offsets = [k.let(f"line{i}", base + offset(line, self.stride)) for i, line in enumerate(lines)]
 
         def target(step: Expr) -> Expr:
@@ -211,7 +216,7 @@ class _Side:
 
         def transpose() -> None:
             with k.loop("steps", 0, block.depth, LANES) as steps:
-                begin = k.let("begin", _minimum(steps, block.depth - LANES))  # the last vector begins early
+                begin = k.let("begin", minimum(steps, block.depth - LANES))  # the last vector begins early
                 source = k.let("first_source", at_step(begin))
                 with k.when((at_step(begin + (LANES - 1)) - source).eq(LANES - 1)):
                     rows = [
@@ -282,8 +287,8 @@ class _TiledProduct:
         k.let(BATCH.name, k.group() // plan.tiles)
         row_tile = k.let("row_tile", k.group() // plan.column_tiles % plan.row_tiles)
         column_tile = k.let("column_tile", k.group() % plan.column_tiles)
-        rows = _share(k, "row_panels", row_tile, self.left.count, plan.row_tiles)
-        columns = _share(k, "column_panels", column_tile, self.right.count, plan.column_tiles)
+        rows = share(k, "row_panels", row_tile, self.left.count, plan.row_tiles)
+        columns = share(k, "column_panels", column_tile, self.right.count, plan.column_tiles)
         with self._each_depth_block() as block:
             if plan.pack_right:
                 self.right.pack(block, *columns)
@@ -291,7 +296,7 @@ class _TiledProduct:
                 self.at_step = self.right.step_offsets(block)
             if plan.pack_left:
                 with k.loop("chunk", *rows, plan.chunk) as chunk:
-                    end = k.let("chunk_end", _minimum(chunk + plan.chunk, rows[1]))
+                    end = k.let("chunk_end", minimum(chunk + plan.chunk, rows[1]))
                     self.left.pack(block, chunk, end)
                     self._multiply(block, (chunk, end), columns, rows[0])
             else:
@@ -317,7 +322,7 @@ class _TiledProduct:
             return
         each, more = divmod(inner, count)
         with k.loop("block", 0, count) as number:
-            begin = k.let("block_begin", number * each + _minimum(number, more))
+            begin = k.let("block_begin", number * each + minimum(number, more))
             yield _DepthBlock(number, begin, k.let("depth", (number < more).cast("int32") + each))
 
     def _multiply(
@@ -366,14 +371,15 @@ class _TiledProduct:
             if plan.span > 1:
                 start = k.select(started.ne(0), k.load_vector(kept, slot + i * LANES, LANES), start)
             sums.append(k.variable(f"sum{i}", start))
-        with k.loop("step", 0, block.depth) as step:
-            parts = zip(range(plan.vectors), right.parts(k, step), strict=False)
-            rights = [k.let(f"right{i}", k.load_vector(memory, at, LANES)) for i, (memory, at) in parts]
-            for row in range(plan.rows):
-                item = k.load(left.memory, step * left.k_stride + Const(row) * left.stride)
-                factor = k.let(f"left{row}", k.broadcast(item, LANES))
-                for i, value in enumerate(rights):
-                    k.multiply_add(sums[row * plan.vectors + i], factor, value)
+        micro_kernel(
+            k,
+            block.depth,
+            sums,
+            lambda step: [
+                (left.memory, step * left.k_stride + Const(row) * left.stride) for row in range(plan.rows)
+            ],
+            lambda step: [*islice(right.parts(k, step), plan.vectors)],
+        )
         return sums
 
     def _add_to_sums(self, number: Expr, slot: Expr, sums: list[Var]) -> None:
@@ -390,20 +396,11 @@ class _TiledProduct:
     def _finish(self, slot: Expr, row: Expr, first_row: Expr, column: Expr, first_column: Expr) -> None:
         """The epilogue of the items of a micro-tile that no other micro-tile has."""
         k, columns, width = self.k, self.problem.columns, self.right.lines
-        end: Expr = k.let("column_end", _minimum(column + width, columns))
+        end = k.let("column_end", minimum(column + width, columns))
         with k.loop("r", row - first_row, self.plan.rows) as r:
             item_row = k.let("item_row", first_row + r)
             line = k.pointer("line", self.sums, slot + r * width - first_column)  # from column 0 on
-            rest: Expr = column
-            if columns >= LANES and self.epilogue_width > 1:
-                rest = k.let("rest", column + (end - column) // LANES * LANES) if columns % LANES else end
-                with k.loop("item_column", column, rest, LANES) as item_column:
-                    product = k.let("product", k.load_vector(line, item_column, LANES))
-                    k.splice(self.epilogue(item_row, item_column, product))
-            if columns % LANES or self.epilogue_width == 1:
-                with k.loop("item_column", rest, end) as item_column:
-                    product = k.let("product", k.load(line, item_column))
-                    k.splice(self.epilogue(item_row, item_column, product))
+            finish_row(k, self.epilogue, self.epilogue_width, item_row, line, (column, end, columns))
 
 
 def _array(k: KernelBuilder, name: str, floats: int, most: int, varied: bool) -> Memory:
@@ -416,16 +413,6 @@ def _array(k: KernelBuilder, name: str, floats: int, most: int, varied: bool) ->
 def _in_runs(stride: int | Digits) -> bool:
     """Whether neighbours may be contiguous, and are where the last of them is that far from the first."""
     return stride == 1 or (isinstance(stride, Digits) and stride.stride == 1 and stride.in_order)
-
-
-def _minimum(left: Expr, right: Operand) -> Expr:
-    return call("minimum", left, right)
-
-
-def _share(k: KernelBuilder, name: str, number: Expr, total: int, parts: int) -> tuple[Var, Var]:
-    """Where a part of `total` begins and ends, by the part's index."""
-    ends = [(part.cast("int64") * total // parts).cast("int32") for part in (number, number + 1)]
-    return k.let(f"{name}_begin", ends[0]), k.let(f"{name}_end", ends[1])
 
 
 def _transposed(k: KernelBuilder, rows: Sequence[Var]) -> list[Var]:
@@ -457,7 +444,7 @@ def _thin(k: KernelBuilder, problem: Problem, capabilities: Capabilities, epilog
     parts = max(1, min(work_items, items * inner // 2**14))
     few = min(problem.rows, problem.columns)
     k.let(BATCH.name, k.group() // parts)
-    begin, end = _share(k, "item", k.let("part", k.group() % parts), items, parts)
+    begin, end = share(k, "item", k.let("part", k.group() % parts), items, parts)
     with k.loop("item", begin, end) as item:
         row, column = item % few, item // few
         if problem.rows > problem.columns:

@@ -38,8 +38,8 @@ class Tiling:
 
 LANES = 8  # of a vector
 _REGISTERS = 16  # for vectors
-_SUMS = 12  # registers that hold sums
-_CACHE_BYTES = 1 << 20  # of the second level: half for the right side, 3/8 for sums, 1/10 for the left side
+SUMS = 12  # registers that hold sums
+CACHE_BYTES = 1 << 20  # of the second level: half for the right side, 3/8 for sums, 1/10 for the left side
 _DEPTH = 512  # steps along K before the next columns
 _PACKED_DEPTH = 352  # the same where the left side is packed,
 _STREAM_DEPTH = 8  # and where the right side does not stay in the cache
@@ -91,7 +91,7 @@ def _tiling_with(
     fetching_left = _fetch_left(rows, pack_left) * inner
     fetching_right = pack_right * vectors * (8 if in_vectors else 10) * inner
 
-    floats = min(_CACHE_BYTES, capabilities.local_bytes) // 4
+    floats = min(CACHE_BYTES, capabilities.local_bytes) // 4
     left_steps = floats // 10 // (ceil(rows / LANES) * LANES)
     right_steps = floats // 2 // width
     deepest = min(left_steps, right_steps, _DEPTH) if pack_left else min(right_steps, 2 * _DEPTH)
@@ -102,6 +102,8 @@ def _tiling_with(
     depth = ceil(inner / depth_blocks)
     span = 1 if not stream_right else _DEPTH // depth if inner > 2 * _DEPTH else depth_blocks
     sums = floats * 3 // 8 // (2 if 1 < span < depth_blocks else 1)
+    if pack_right:  # what it leaves, if it is small
+        sums = max(sums, floats * 7 // 8 - column_panels * width * depth)
     widest = sums // (rows * width) if stream_right else right_steps // depth
     widest = column_panels if windows else widest
     micro_tile = _step(rows, vectors) * inner + 40 * depth_blocks  # cycles
@@ -138,8 +140,8 @@ def reads_windows(problem: Problem, width: int) -> bool:
 
 def _micro_tiles(problem: Problem) -> Iterator[tuple[int, int]]:
     """Rows and vectors of sums that fit into registers and into the product."""
-    for vectors in range(1, max(1, min(_SUMS // 2, problem.columns // LANES)) + 1):
-        most = min(problem.rows, _SUMS // vectors, (_REGISTERS - 1) // vectors - 1)
+    for vectors in range(1, max(1, min(SUMS // 2, problem.columns // LANES)) + 1):
+        most = min(problem.rows, SUMS // vectors, (_REGISTERS - 1) // vectors - 1)
         yield from ((rows, vectors) for rows in range(1, most + 1))
 
 
