@@ -32,7 +32,8 @@ _ATTRIBUTES = {
 _GIVE_NOTHING = (
     "cuInit cuCtxSetCurrent cuMemFree cuMemFreeHost cuModuleUnload cuLaunchKernel cuGraphAddDependencies "
     "cuGraphDestroy cuGraphExecDestroy cuGraphLaunch cuGraphExecKernelNodeSetParams cuMemcpyAsync "
-    "cuEventRecord cuEventQuery cuEventSynchronize cuStreamWaitEvent cuEventDestroy cuStreamSynchronize cuStreamDestroy"
+    "cuEventRecord cuEventQuery cuEventSynchronize cuEventDestroy cuStreamWaitEvent cuStreamSynchronize "
+    "cuStreamDestroy"
 )
 _GIVE_HANDLES = (
     "cuDevicePrimaryCtxRetain cuStreamCreate cuModuleLoadData cuGraphCreate cuGraphInstantiate "
