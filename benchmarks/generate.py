@@ -11,7 +11,8 @@ cache, and each token a replay of one compiled step. With `--requests`, so many 
 engine, with prompts and answers of random lengths. With `--peers`, transformers and llama.cpp run in turn
 with it, where they are installed (`cpu_peers.py`).
 The share of bandwidth is that of the bytes which a step has to read, the weights and the cached keys and
-values, at the rate at which the device copies memory.
+values, at the rate at which the device copies memory. The host's time is that in which it does not wait for
+the device: if it comes near that of a step, the host is the limit.
 """
 
 from __future__ import annotations
@@ -100,20 +101,24 @@ def copy_rate(device: ps.Device, nbytes: int = 1 << 28) -> float:
     return 2 * nbytes / min(times)
 
 
-def measured(model: LanguageModel, prompt: int, tokens: int, batch: int) -> tuple[float, float]:
-    """The seconds until the first token, and of each token after it."""
+def measured(model: LanguageModel, prompt: int, tokens: int, batch: int) -> tuple[float, float, float]:
+    """The seconds until the first token, of each step after it, and of these what the host does not wait."""
     ids = np.random.default_rng(0).integers(0, model.vocab_size, (batch, prompt)).tolist()
-    first, each = [], []
+    waits = resolve(model.head_weight.device).stream.waits
+    first, each, host = [], [], []
     for turn in range(4):
         start = time.perf_counter()
-        times = []
+        begun = end = waited = 0.0
         for piece in model.stream(ids, tokens, temperature=0, stop_tokens=()):
             if piece.index == batch - 1:
-                times.append(time.perf_counter())
+                end = time.perf_counter()
+                if not begun:
+                    begun, waited = end, waits.seconds
         if turn:  # the first builds the programs
-            first.append(times[0] - start)
-            each.append((times[-1] - times[0]) / (tokens - 1))
-    return statistics.median(first), statistics.median(each)
+            first.append(begun - start)
+            each.append((end - begun) / (tokens - 1))
+            host.append(each[-1] - (waits.seconds - waited) / (tokens - 1))
+    return statistics.median(first), statistics.median(each), statistics.median(host)
 
 
 def served(model: LanguageModel, requests: int, slots: int, prompt: int, tokens: int, rate: float) -> str:
@@ -198,12 +203,13 @@ def report(model: LanguageModel, name: str, chosen: argparse.Namespace, rate: fl
         print(served(model, chosen.requests, chosen.slots, chosen.prompt, chosen.tokens, chosen.rate))
         return
     for batch in chosen.batch:
-        prefill, step = measured(model, chosen.prompt, chosen.tokens, batch)
+        prefill, step, host = measured(model, chosen.prompt, chosen.tokens, batch)
         kept = sum(2 * shape.heads * shape.head_size for shape in model.cache_shapes)
         read = weights + batch * kept * item * (chosen.prompt + chosen.tokens // 2)
         print(
             f"batch {batch:4}: prompt of {chosen.prompt} {prefill * 1e3:9.2f} ms, "
-            f"{batch * chosen.prompt / prefill:11,.0f} tokens/s; then {step * 1e3:8.3f} ms a step, "
+            f"{batch * chosen.prompt / prefill:11,.0f} tokens/s; then {step * 1e3:8.3f} ms a step "
+            f"({host * 1e6:.0f} µs of the host), "
             f"{batch / step:9,.0f} tokens/s, {100 * read / step / rate:5.1f}% of a copy's bandwidth"
         )
         unpacked = not any(isinstance(module, ps.nn.QuantizedLinear) for module in model.modules())

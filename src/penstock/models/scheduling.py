@@ -191,12 +191,29 @@ class Scheduler:
             if not full:
                 self._wait_again(max(self.running, key=lambda sequence: sequence.order))
                 self.counts.preempted += 1
-        for sequence, page in zip(short, self.pages.take(len(short)), strict=True):
-            self.decoder.add_page(sequence, page)
+        if short:
+            self._add_pages(short, going)
         for sequence in going:
             sequence.computed += 1
             sequence.asked += 1
         return going
+
+    def _add_pages(self, short: list[TokenSequence], going: list[TokenSequence]) -> None:
+        """Give a page to each sequence that is short of it.
+
+        If there are plenty, also to those that soon will be: then tables change for all at the same steps,
+        and the steps between these are alike.
+        """
+        soon = [
+            sequence
+            for sequence in going
+            if 0 < len(sequence.pages) * PAGE - sequence.computed < PAGE and self._may_grow(sequence)
+        ]
+        taking = [*short, *soon]
+        if len(taking) > self.pages.available // 2:
+            taking = short
+        for sequence, page in zip(taking, self.pages.take(len(taking)), strict=True):
+            self.decoder.add_page(sequence, page)
 
     def _read(self, step: Step) -> None:
         """Wait for the tokens of a step, and give them to their sequences."""
