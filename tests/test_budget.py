@@ -140,7 +140,7 @@ def test_what_is_dear_to_compute_again_stays() -> None:
 
 def test_other_results_of_what_runs_again_are_dropped_with_it() -> None:
     """As in a block: a step makes 1 and 2, of which 3 is computed; the way back reads 3, and then 1."""
-    tasks = [Task((0,), (1, 2), price=0.5), Task((2,), (3,)), Task((3,), (4,)), Task((4,), (5,))]
+    tasks = [Task((0,), (1, 2), price=0.75), Task((2,), (3,)), Task((3,), (4,)), Task((4,), (5,))]
     tasks += [Task((5,), (6,)), Task((6, 3), (7,)), Task((7, 1), (8,))]
     result = list(sequels(tasks, range(7), [1, 32, 32, 64, 64, 64, 1, 1, 1], frozenset({0, 8})))
     assert result[0].peak_bytes == 32 + 64 + 64 + 64
