@@ -13,6 +13,7 @@ from conftest import DRIVERS, MEASURED_RATES, SMALL
 
 import penstock as ps
 from penstock import Device, nn, optim
+from penstock.compiler import pipeline
 from penstock.drivers.description import description_text, read_description
 from penstock.drivers.driver import Cost
 from penstock.drivers.rates import StepRates
@@ -221,3 +222,33 @@ def test_moves_are_priced_by_the_link_of_the_file(tmp_path: Path) -> None:
         description_text(replace(here, offloads=False), StepRates(2e11, {"float32": 1e13}, 3e-6, 1e10))
     )
     assert ps.registry.find(str(file)).link_cost is None
+
+
+@pytest.mark.usefixtures("default")
+def test_it_may_have_more_pinned_memory_than_this_machine(tmp_path: Path) -> None:
+    card = tmp_path / "card.toml"
+    card.write_text(CARD)
+    driver = ps.use(str(card)).driver
+    memory = driver.allocate(1 << 40, pinned=True)
+    assert memory.host is not None
+    memory.host[-1] = 7
+    assert memory.host[-2:].tolist() == [0, 7]
+    driver.free(memory)
+
+
+@pytest.mark.usefixtures("default")
+def test_smaller_budgets_are_planned_when_they_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = tmp_path / "card.toml"
+    card.write_text(CARD)
+    asked: list[object] = []
+    real = pipeline.frontier
+    monkeypatch.setattr(pipeline, "frontier", lambda *args: asked.append(args) or real(*args))
+    plan = planned(card, 8)
+    assert plan.unlimited_bytes > 0
+    assert not asked
+    assert plan.budgets[0] == plan.unlimited
+    assert plan.step_seconds is not None
+    assert plan.step_seconds[0] == plan.unlimited_seconds
+    assert len(asked) == 1

@@ -123,6 +123,31 @@ def test_a_chain_and_its_way_back_needs_a_part_of_the_memory() -> None:
     assert result[-1].price <= 3 * length
 
 
+def test_what_is_dear_to_compute_again_stays() -> None:
+    """A dear step makes a small value, a cheap step a large value of it, which the last step reads again."""
+    tasks = [
+        Task((0,), (1,), price=100.0),
+        Task((1,), (2,)),
+        Task((2,), (3,)),
+        Task((3,), (4,)),
+        Task((4, 2), (5,)),
+    ]
+    result = list(sequels(tasks, range(5), [1, 8, 64, 64, 64, 1], frozenset({0, 5})))
+    assert result[1].again == (1,)
+    assert result[1].price == 1
+    assert result[1].peak_bytes == result[0].peak_bytes - 64 + 8
+
+
+def test_other_results_of_what_runs_again_are_dropped_with_it() -> None:
+    """As in a block: a step makes 1 and 2, of which 3 is computed; the way back reads 3, and then 1."""
+    tasks = [Task((0,), (1, 2), price=0.75), Task((2,), (3,)), Task((3,), (4,)), Task((4,), (5,))]
+    tasks += [Task((5,), (6,)), Task((6, 3), (7,)), Task((7, 1), (8,))]
+    result = list(sequels(tasks, range(7), [1, 32, 32, 64, 64, 64, 1, 1, 1], frozenset({0, 8})))
+    assert result[0].peak_bytes == 32 + 64 + 64 + 64
+    assert result[1].again == (0, 1)
+    assert result[1].peak_bytes == 1 + 32 + 32 + 64  # where they are computed again
+
+
 @given(steps())
 def test_deferred_steps_stand_before_their_readers(
     case: tuple[list[Task], list[int], frozenset[int]],
