@@ -13,6 +13,7 @@ from wgpu.backends.wgpu_native import ffi, lib
 
 from penstock.drivers.driver import Capabilities
 from penstock.drivers.environment import environment
+from penstock.drivers.webgpu.c_types import TYPES
 from penstock.drivers.webgpu.wgsl import OFFSET_ALIGNMENT
 
 BUFFER_ALIGNMENT = 16  # bytes; sizes of buffers are multiples of it, the size of the largest WGSL item
@@ -75,11 +76,11 @@ def find_devices() -> list[Adapter]:
     global _instance
     with _instance_lock:
         if _instance is None:
-            extras = ffi.new("WGPUInstanceExtras *")
+            extras = ffi.new(TYPES["WGPUInstanceExtras *"])
             extras.chain.sType = lib.WGPUSType_InstanceExtras
             extras.backends = _VULKAN | _METAL | _DX12  # not OpenGL, which is slow to load and lacks features
-            descriptor = ffi.new("WGPUInstanceDescriptor *")
-            descriptor.nextInChain = ffi.cast("WGPUChainedStruct *", extras)
+            descriptor = ffi.new(TYPES["WGPUInstanceDescriptor *"])
+            descriptor.nextInChain = ffi.cast(TYPES["WGPUChainedStruct *"], extras)
             # Without Mesa's device selection layer, which prints a message if there is no display.
             with environment("NODEVICE_SELECT", "1"):
                 _instance = lib.wgpuCreateInstance(descriptor)
@@ -89,7 +90,7 @@ def find_devices() -> list[Adapter]:
 
 def _enumerate(instance: Any) -> list[Adapter]:
     count = lib.wgpuInstanceEnumerateAdapters(instance, ffi.NULL, ffi.NULL)
-    natives = ffi.new("WGPUAdapter[]", count)
+    natives = ffi.new(TYPES["WGPUAdapter[]"], count)
     count = lib.wgpuInstanceEnumerateAdapters(instance, ffi.NULL, natives)
     return best_adapters([_adapter(natives[index]) for index in range(count)])
 
@@ -106,9 +107,9 @@ def best_adapters(adapters: Sequence[Adapter]) -> list[Adapter]:
 
 
 def _adapter(native: Any) -> Adapter:
-    info = ffi.new("WGPUAdapterInfo *")
-    limits = ffi.new("WGPULimits *")
-    features = ffi.new("WGPUSupportedFeatures *")
+    info = ffi.new(TYPES["WGPUAdapterInfo *"])
+    limits = ffi.new(TYPES["WGPULimits *"])
+    features = ffi.new(TYPES["WGPUSupportedFeatures *"])
     lib.wgpuAdapterGetInfo(native, info)
     lib.wgpuAdapterGetLimits(native, limits)
     lib.wgpuAdapterGetFeatures(native, features)
@@ -157,7 +158,7 @@ def webgpu_capabilities(adapter: Adapter) -> Capabilities:
 
 def native_counts() -> dict[str, int]:
     """How many objects of each kind wgpu holds for all devices of this process."""
-    report = ffi.new("WGPUGlobalReport *")
+    report = ffi.new(TYPES["WGPUGlobalReport *"])
     lib.wgpuGenerateReport(_instance, report)
     return {name: getattr(report.hub, name).numAllocated for name in dir(report.hub)}
 

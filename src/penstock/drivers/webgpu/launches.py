@@ -13,6 +13,7 @@ from wgpu.backends.wgpu_native import ffi
 
 from penstock.drivers.driver import Capabilities, Grid
 from penstock.drivers.webgpu.adapters import Adapter
+from penstock.drivers.webgpu.c_types import TYPES
 from penstock.drivers.webgpu.memory import Range
 from penstock.drivers.webgpu.native import NativeBuffer, NativeDevice, Owned
 from penstock.drivers.webgpu.pipelines import Function, Pipelines, Variant
@@ -124,7 +125,7 @@ class Binder:
         if folded:
             scalars += [sizes[0], *_folding(launch.grid)]
         nbytes = function.scalar_bytes[folded]
-        packed = ffi.new("uint8_t[]", function.packed(scalars, folded)) if nbytes else None
+        packed = ffi.new(TYPES["uint8_t[]"], function.packed(scalars, folded)) if nbytes else None
         group = self._groups.get(tuple(parts), buffers)
         launch.dispatch = (
             pipeline, group, packed, nbytes, self._pipelines.needs_uniform(nbytes), *sizes

@@ -28,6 +28,7 @@ from penstock.drivers.webgpu.adapters import (
     text_of,
     webgpu_capabilities,
 )
+from penstock.drivers.webgpu.c_types import TYPES
 from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
 
 # Constants of webgpu.h and wgpu.h that cffi does not know.
@@ -92,8 +93,9 @@ class NativeDevice:
         key = next(_keys)
         _devices[key] = self
         features = [feature for feature in _FEATURES if feature in adapter.features]
-        wanted = ffi.new("WGPUFeatureName[]", [ffi.cast("WGPUFeatureName", feature) for feature in features])
-        limits = ffi.new("WGPULimits *", adapter.limits)
+        names = [ffi.cast(TYPES["WGPUFeatureName"], feature) for feature in features]
+        wanted = ffi.new(TYPES["WGPUFeatureName[]"], names)
+        limits = ffi.new(TYPES["WGPULimits *"], adapter.limits)
         fields = {
             "requiredFeatureCount": len(features),
             "requiredFeatures": wanted,
@@ -101,8 +103,8 @@ class NativeDevice:
             "deviceLostCallbackInfo": _call_back(_lost, key),
             "uncapturedErrorCallbackInfo": _call_back(_failed, key, mode=False),
         }
-        descriptor = ffi.new("WGPUDeviceDescriptor *", fields)
-        request = ffi.new("WGPURequestDeviceCallbackInfo *", _call_back(_opened, key))
+        descriptor = ffi.new(TYPES["WGPUDeviceDescriptor *"], fields)
+        request = ffi.new(TYPES["WGPURequestDeviceCallbackInfo *"], _call_back(_opened, key))
         lib.wgpuAdapterRequestDevice(adapter.native, descriptor, request[0])  # calls back before it returns
         status, device, message = _answers.pop(key)
         if status != lib.WGPURequestDeviceStatus_Success:
@@ -137,7 +139,7 @@ class NativeDevice:
             )
         what = f"allocation of {nbytes} bytes"
         self.require_alive(what)
-        descriptor = ffi.new("WGPUBufferDescriptor *", {"size": nbytes, "usage": usage})
+        descriptor = ffi.new(TYPES["WGPUBufferDescriptor *"], {"size": nbytes, "usage": usage})
         buffer = NativeBuffer(self.handles, lib.wgpuDeviceCreateBuffer(self.native, descriptor), nbytes)
         for kind, words in self.take_errors():
             if kind == lib.WGPUErrorType_OutOfMemory:
@@ -149,9 +151,9 @@ class NativeDevice:
         """A shader module from WGSL. Raises CompileError with the compiler's message."""
         self.require_alive()
         code = {"chain": {"sType": lib.WGPUSType_ShaderSourceWGSL}, "code": _string(text)}
-        source = ffi.new("WGPUShaderSourceWGSL *", code)
-        fields = {"nextInChain": ffi.cast("WGPUChainedStruct *", source), "label": _string(name)}
-        descriptor = ffi.new("WGPUShaderModuleDescriptor *", fields)
+        source = ffi.new(TYPES["WGPUShaderSourceWGSL *"], code)
+        fields = {"nextInChain": ffi.cast(TYPES["WGPUChainedStruct *"], source), "label": _string(name)}
+        descriptor = ffi.new(TYPES["WGPUShaderModuleDescriptor *"], fields)
         native = lib.wgpuDeviceCreateShaderModuleTrusted(self.native, descriptor, _NO_CHECKS)
         module = Owned(self.handles, native, lib.wgpuShaderModuleRelease)
         for _, words in self.take_errors():
@@ -164,7 +166,7 @@ class NativeDevice:
             {"binding": number, "buffer": buffer.native, "offset": offset, "size": size}
             for number, (buffer, offset, size) in enumerate(parts)
         ]
-        array = ffi.new("WGPUBindGroupEntry[]", entries)
+        array = ffi.new(TYPES["WGPUBindGroupEntry[]"], entries)
         layout = self._group_layout(len(parts), uniform)
         return self.create("BindGroup", layout=layout.native, entryCount=len(parts), entries=array)
 
@@ -185,7 +187,7 @@ class NativeDevice:
             kind = lib.WGPUBufferBindingType_Uniform if uniform else lib.WGPUBufferBindingType_Storage
             entry = {"visibility": _COMPUTE_STAGE, "buffer": {"type": kind, "hasDynamicOffset": uniform}}
             entries = [{"binding": number, **entry} for number in range(count)]
-            array = ffi.new("WGPUBindGroupLayoutEntry[]", entries)
+            array = ffi.new(TYPES["WGPUBindGroupLayoutEntry[]"], entries)
             return self.create("BindGroupLayout", entryCount=count, entries=array)
 
         return self._layout(("group", count, uniform), create)
@@ -196,7 +198,7 @@ class NativeDevice:
             groups.append(self._group_layout(1, True))
 
         def create() -> Owned:
-            array = ffi.new("WGPUBindGroupLayout[]", [group.native for group in groups])
+            array = ffi.new(TYPES["WGPUBindGroupLayout[]"], [group.native for group in groups])
             sizes = {"bindGroupLayoutCount": len(groups), "immediateSize": immediate_bytes or 0}
             return self.create("PipelineLayout", bindGroupLayouts=array, **sizes)
 
@@ -210,7 +212,7 @@ class NativeDevice:
 
     def create(self, kind: str, **fields: Any) -> Owned:
         """A native object of a kind such as "BindGroup", from the fields of its descriptor."""
-        descriptor = ffi.new(f"WGPU{kind}Descriptor *", fields)
+        descriptor = ffi.new(TYPES[f"WGPU{kind}Descriptor *"], fields)
         native = getattr(lib, f"wgpuDeviceCreate{kind}")(self.native, descriptor)
         made = Owned(self.handles, native, getattr(lib, f"wgpu{kind}Release"))
         self.raise_errors()
@@ -234,7 +236,7 @@ class NativeDevice:
 
     def submit(self, commands: Sequence[Owned]) -> int:
         """Submit commands; the index for `poll`. wgpu aborts the process if a command is invalid."""
-        array = ffi.new("WGPUCommandBuffer[]", [command.native for command in commands])
+        array = ffi.new(TYPES["WGPUCommandBuffer[]"], [command.native for command in commands])
         return int(lib.wgpuQueueSubmitForIndex(self.queue, len(commands), array))
 
     def expect(self, told: Told) -> int:
@@ -245,23 +247,23 @@ class NativeDevice:
 
     def when_done(self, expected: int) -> None:
         """Call back when everything that was submitted is done."""
-        info = ffi.new("WGPUQueueWorkDoneCallbackInfo *", _call_back(_done, expected))
+        info = ffi.new(TYPES["WGPUQueueWorkDoneCallbackInfo *"], _call_back(_done, expected))
         lib.wgpuQueueOnSubmittedWorkDone(self.queue, info[0])
 
     def when_mapped(self, buffer: NativeBuffer, expected: int) -> None:
         """Call back when a buffer can be read."""
-        info = ffi.new("WGPUBufferMapCallbackInfo *", _call_back(_mapped, expected))
+        info = ffi.new(TYPES["WGPUBufferMapCallbackInfo *"], _call_back(_mapped, expected))
         lib.wgpuBufferMapAsync(buffer.native, _MAP_MODE_READ, 0, buffer.nbytes, info[0])
 
     def read_mapped(self, buffer: NativeBuffer, start: int, target: Any, nbytes: int) -> None:
         """Copy bytes out of a mapped buffer, and unmap it."""
         mapped = lib.wgpuBufferGetConstMappedRange(buffer.native, 0, buffer.nbytes)
-        ffi.memmove(ffi.from_buffer(target), ffi.cast("uint8_t *", mapped) + start, nbytes)
+        ffi.memmove(ffi.from_buffer(target), ffi.cast(TYPES["uint8_t *"], mapped) + start, nbytes)
         lib.wgpuBufferUnmap(buffer.native)
 
     def poll(self, wait_for: int | None = None) -> None:
         """Run the callbacks of all that is done, after waiting for a submission if its index is given."""
-        index = _NULL if wait_for is None else ffi.new("WGPUSubmissionIndex *", wait_for)
+        index = _NULL if wait_for is None else ffi.new(TYPES["WGPUSubmissionIndex *"], wait_for)
         lib.wgpuDevicePoll(self.native, wait_for is not None, index)
         if _interrupts:
             raise _interrupts.pop()
@@ -280,12 +282,12 @@ class NativeDevice:
 def _string(text: str) -> dict[str, Any]:
     """A text as a field of WebGPU's structures. It has to be kept alive while the structure is used."""
     data = text.encode()
-    return {"data": ffi.new("char[]", data), "length": len(data)}
+    return {"data": ffi.new(TYPES["char[]"], data), "length": len(data)}
 
 
 def _call_back(callback: Any, key: int, *, mode: bool = True) -> dict[str, Any]:
     """The fields of a structure that registers a callback with a key."""
-    fields = {"callback": callback, "userdata1": ffi.cast("void *", key)}
+    fields = {"callback": callback, "userdata1": ffi.cast(TYPES["void *"], key)}
     return {"mode": _ANY_TIME, **fields} if mode else fields
 
 
@@ -298,7 +300,7 @@ _waiting: dict[int, Told] = {}
 _interrupts: list[BaseException] = []  # exceptions that interrupted a callback, to be raised by `poll`
 
 
-def _callback(signature: str) -> Callable[[Callable[..., None]], Any]:
+def _callback(type_name: str) -> Callable[[Callable[..., None]], Any]:
     """A decorator for WebGPU's callbacks, which complete even if Ctrl-C interrupts them.
 
     If Ctrl-C is pressed while WebGPU waits, Python raises KeyboardInterrupt in the first Python code that
@@ -312,21 +314,21 @@ def _callback(signature: str) -> Callable[[Callable[..., None]], Any]:
             function(*(trace.tb_frame.f_locals[name] for name in names))
             _interrupts.append(error)
 
-        return ffi.callback(signature, function, onerror=finish)
+        return ffi.callback(TYPES[type_name], function, onerror=finish)
 
     return native
 
 
 def _key(user: Any) -> int:
-    return int(ffi.cast("uintptr_t", user))
+    return int(ffi.cast(TYPES["uintptr_t"], user))
 
 
-@_callback("void(WGPURequestDeviceStatus, WGPUDevice, WGPUStringView, void *, void *)")
+@_callback("WGPURequestDeviceCallback")
 def _opened(status: int, device: Any, message: Any, user: Any, _: Any) -> None:
     _answers[_key(user)] = (status, device, text_of(message))
 
 
-@_callback("void(WGPUDevice const *, WGPUErrorType, WGPUStringView, void *, void *)")
+@_callback("WGPUUncapturedErrorCallback")
 def _failed(_: Any, kind: int, message: Any, user: Any, __: Any) -> None:
     device = _devices.get(_key(user))
     if device is not None:
@@ -334,7 +336,7 @@ def _failed(_: Any, kind: int, message: Any, user: Any, __: Any) -> None:
         device.errors.setdefault(get_ident(), []).append((kind, words))
 
 
-@_callback("void(WGPUDevice const *, WGPUDeviceLostReason, WGPUStringView, void *, void *)")
+@_callback("WGPUDeviceLostCallback")
 def _lost(_: Any, reason: int, message: Any, user: Any, __: Any) -> None:
     device = _devices.get(_key(user))
     if device is not None:
@@ -342,12 +344,12 @@ def _lost(_: Any, reason: int, message: Any, user: Any, __: Any) -> None:
         device.dead = f"the device was lost ({why}) and cannot be used any more in this process"
 
 
-@_callback("void(WGPUQueueWorkDoneStatus, WGPUStringView, void *, void *)")
+@_callback("WGPUQueueWorkDoneCallback")
 def _done(status: int, message: Any, user: Any, _: Any) -> None:
     _tell(_key(user), status == lib.WGPUQueueWorkDoneStatus_Success, message)
 
 
-@_callback("void(WGPUMapAsyncStatus, WGPUStringView, void *, void *)")
+@_callback("WGPUBufferMapCallback")
 def _mapped(status: int, message: Any, user: Any, _: Any) -> None:
     _tell(_key(user), status == lib.WGPUMapAsyncStatus_Success, message)
 

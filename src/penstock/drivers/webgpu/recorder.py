@@ -14,6 +14,7 @@ import numpy as np
 from wgpu.backends.wgpu_native import ffi, lib
 
 from penstock.drivers.driver import Bytes
+from penstock.drivers.webgpu.c_types import TYPES
 from penstock.drivers.webgpu.launches import Dispatch
 from penstock.drivers.webgpu.memory import ReadBuffers, rounded
 from penstock.drivers.webgpu.native import COPY_DST, UNIFORM, NativeBuffer, NativeDevice, Owned
@@ -45,8 +46,8 @@ class EncoderQueue:
     ring: tuple[NativeBuffer, Owned] | None = None  # the uniform buffer and its bind group
     ring_used: int = 0
     # Written to the ring at the next submission.
-    scalars: Any = field(default_factory=lambda: ffi.new("uint8_t[]", _RING_BYTES))
-    offset: Any = field(default_factory=lambda: ffi.new("uint32_t *"))
+    scalars: Any = field(default_factory=lambda: ffi.new(TYPES["uint8_t[]"], _RING_BYTES))
+    offset: Any = field(default_factory=lambda: ffi.new(TYPES["uint32_t *"]))
 
 
 @dataclass(slots=True, eq=False)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from wgpu.backends.wgpu_native import ffi, lib
 
+from penstock.drivers.webgpu.c_types import TYPES
 from penstock.drivers.webgpu.native import COPY_SRC, NativeDevice
 
 Moments = npt.NDArray[np.uint64]  # timestamps in ticks of the device's clock
@@ -24,8 +25,8 @@ class Queries:
     def __init__(self, native: NativeDevice) -> None:
         self._set = native.create("QuerySet", type=lib.WGPUQueryType_Timestamp, count=_MOST)
         self._resolved = native.buffer(_TICK_BYTES * _MOST, _QUERY_RESOLVE | COPY_SRC)
-        self._writes = ffi.new("WGPUPassTimestampWrites *", {"querySet": self._set.native})
-        self._pass = ffi.new("WGPUComputePassDescriptor *", {"timestampWrites": self._writes})
+        self._writes = ffi.new(TYPES["WGPUPassTimestampWrites *"], {"querySet": self._set.native})
+        self._pass = ffi.new(TYPES["WGPUComputePassDescriptor *"], {"timestampWrites": self._writes})
         self.used = 0  # moments: the start and the end of each command
 
     @property
