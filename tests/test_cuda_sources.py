@@ -228,6 +228,12 @@ def test_rows_of_many_shapes(device: Device, given: Given) -> None:
     check(device, 25)
 
 
+def test_sums_of_gathered_rows(device: Device, given: Given) -> None:
+    table, index = given((4096, 4096), np.dtype("float32")), given((5,), np.dtype("int32"))
+    build(device, [reducing.sum_(contraction.gather(table, index), (0, 1))])
+    check(device, 1)
+
+
 def test_random_graphs(device: Device, given: Given) -> None:
     for seed in range(conftest.examples(24, quick=8)):
         _, wanted = grown(seed, 60, 0, lambda array: given(array.shape, array.dtype))

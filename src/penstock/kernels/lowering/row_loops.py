@@ -423,7 +423,9 @@ class RowLoops(SumsOfRows):
         emitter.lane_steps["slot"] = 1
         body()
         step = self._threads * lanes
-        read = emitter.computed([node for node in self.group.inputs if node.size >= columns])
+        tables = {node.inputs[0] for node in self.group.nodes if node.primitive is GATHER}
+        inputs = [node for node in self.group.inputs if node.size >= columns and node not in tables]
+        read = emitter.computed(inputs)
         statements, start = [*inside, *emitter.leave()], ir.Var("rank") * lanes
         if self._fits_registers():
             nodes = [node for (node, _), _ in read]
