@@ -11,16 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_graph import at, evaluate
 from test_products import GPU
-from test_sums import kinds, normal
+from test_sums import normal
 
 import penstock as ps
 from penstock.fusion.panels import lay_out_panels
-from penstock.graph.contraction import MATMUL, matmul
+from penstock.graph.contraction import matmul
 from penstock.graph.elementwise import add, exp
 from penstock.graph.node import Node, topological
 from penstock.graph.panels import PANELS
-from penstock.graph.shaping import permute, reshape, slice_axis
-from penstock.graph.together import multiply_together
+from penstock.graph.shaping import permute
 from penstock.runtime import Device
 
 CPU = replace(GPU, kind="cpu", local_bytes=1 << 20, vector_width=8, matmul_library=False)
@@ -134,29 +133,3 @@ def test_sums_of_many_columns_fit_into_local_memory() -> None:
     for step, result in enumerate(results):
         wanted = np.tanh(rows[step]) @ weight.T
         np.testing.assert_allclose(result.numpy(), wanted, rtol=1e-4, atol=1e-4)
-
-
-def test_steps_of_a_sequence_are_multiplied_together() -> None:
-    steps, weight = at(normal(6, 5, 8)), at(normal(8, 9, seed=1))
-
-    def product(step: int) -> Node:
-        return matmul(reshape(slice_axis(steps, 0, step, 1), (5, 8)), weight)
-
-    outputs = [exp(product(step)) for step in (4, 1, 3, 2)]
-    together = multiply_together(outputs)
-    assert kinds(*together).count(MATMUL.name) == 1
-    for new, old in zip(together, outputs, strict=True):
-        np.testing.assert_allclose(evaluate(new), evaluate(old), rtol=1e-5)
-    apart = [product(step) for step in (0, 1, 2, 4)]
-    assert multiply_together(apart) == apart
-    assert multiply_together(apart[:3]) == apart[:3]
-
-
-def test_multiplying_together_does_not_change_a_bit(device: Device) -> None:
-    arrays = normal(6, 7, 50), normal(50, 40, seed=1)
-    x, w = (ps.asarray(array, device=device) for array in arrays)
-    alone = [(x[step] @ w).numpy() for step in range(6)]
-    each = ps.jit(lambda x, w: [x[step] @ w for step in range(6)])
-    for result, single, given_rows in zip(each(x, w), alone, arrays[0], strict=True):
-        np.testing.assert_array_equal(result.numpy(), single)
-        np.testing.assert_allclose(single, given_rows @ arrays[1], rtol=1e-4, atol=1e-4)

@@ -22,7 +22,6 @@ from penstock.graph.linear import few_rows
 from penstock.graph.node import Node
 from penstock.graph.separate import separate
 from penstock.graph.sums import join_sums
-from penstock.graph.together import multiply_together
 from penstock.graph.unstack import unstack
 from penstock.graph.vectors import vectors_as_sums
 from penstock.kernels.horizontal_fusion import MOST_CALLS, kind
@@ -40,7 +39,7 @@ def order_channels(state: Compilation, target: Target) -> Compilation:
 
 
 def rewrite_products(state: Compilation, target: Target) -> Compilation:
-    """On a CPU, unstack and join products, join the terms of sums, and lay out what many products read.
+    """On a CPU, unstack products, join the terms of sums, and lay out what many products read.
 
     On a GPU, turn products with vectors into sums. A CPU runs separate small products in a single launch, so
     stacking their matrices would only cost copies.
@@ -50,7 +49,7 @@ def rewrite_products(state: Compilation, target: Target) -> Compilation:
         return state
     if target.gpu:
         return replace(state, wanted=few_rows(vectors_as_sums(state.wanted), can))
-    wanted = join_sums(multiply_together(unstack(state.wanted)))
+    wanted = join_sums(unstack(state.wanted))
     # Kernels of single operations are few, and read matrices as they are.
     return replace(state, wanted=lay_out_panels(wanted, can) if target.fuses else wanted)
 

@@ -39,7 +39,7 @@ class Tiling:
 LANES = 8  # of a vector
 _REGISTERS = 16  # for vectors
 SUMS = 12  # registers that hold sums
-CACHE_BYTES = 1 << 20  # of the second level: half for the right side, 3/8 for sums, 1/10 for the left side
+CACHE_BYTES = 1 << 20  # of the second level: half for the right side, 3/8 or more for sums, 1/10 for the left
 _DEPTH = 512  # steps along K before the next columns
 _PACKED_DEPTH = 352  # the same where the left side is packed,
 _STREAM_DEPTH = 8  # and where the right side does not stay in the cache
