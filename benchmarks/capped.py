@@ -1,6 +1,6 @@
 """A model that is several times the memory it may take: its state lies at the host, and comes for its uses.
 
-    python benchmarks/capped.py [--device cuda:0] [--memory 24GiB] [--layers 32] [--width 4096] [--batch 8]
+    python benchmarks/capped.py [--device cuda:0] [--memory 24GiB] [--layers 32] [--width 4096] [--batch 16]
 
 Everything happens under the cap, from the first weight on. The weights are bfloat16, the moments and the
 master weights float32: 14 bytes for a parameter, nearly all of them in pinned memory of the host. A file that
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--memory", default="24GiB")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--width", type=int, default=4096)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--save", type=Path, help="write the table as JSON, with the commit and the device")
     options = parser.parse_args()

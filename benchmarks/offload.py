@@ -113,7 +113,8 @@ def planned(name: str, make: Callable[[], Budgets]) -> MemoryPlan:
     ours = make()
     start = process_time()
     plan: MemoryPlan = ps.memory.plan(ours.step(None), ours.tokens)
-    print(f"{name}: planned in {process_time() - start:.1f} CPU seconds", flush=True)
+    count = len(plan.budgets)  # which plans them
+    print(f"{name}: {count} budgets planned in {process_time() - start:.1f} CPU seconds", flush=True)
     return plan
 
 

@@ -109,13 +109,13 @@ class _Tried:
     def __init__(self, search: Search) -> None:
         self._search = search
         self._refused: set[tuple[Gap, Drop]] = set()
-        # By how much the price of a kind was more than expected: repeated layers have choices that are alike.
-        self._times: dict[_Kind, float] = {}
+        # The prices of kinds that were more than expected: repeated layers have choices that are alike.
+        self._prices: dict[_Kind, float] = {}
         self.changed = False  # whether another choice was taken since the first that is refused now
 
     def price(self, choice: _Choice) -> float:
         """What a choice costs, as far as is known."""
-        return choice.price * self._times.get(self._search.kind(choice), 1.0)
+        return max(choice.price, self._prices.get(self._search.kind(choice), 0.0))
 
     def refuse(self, choice: _Choice) -> None:
         """Note that a choice does not help."""
@@ -129,10 +129,7 @@ class _Tried:
 
     def correct(self, choice: _Choice, price: float) -> None:
         """Note what a choice costs, which is more than was known."""
-        if choice.price:
-            self._times[self._search.kind(choice)] = price / choice.price
-        else:
-            self.refuse(choice)
+        self._prices[self._search.kind(choice)] = price
 
     def ranked(self, choices: Sequence[_Choice]) -> list[_Choice]:
         """A choice for each gap, those first that free the most for their price."""

@@ -25,6 +25,7 @@ from penstock.tensor.dtypes import checked
 from penstock.tensor.manipulation import astype
 
 Arrays = Sequence[npt.NDArray[Any]]
+_PIECE = 16 << 20  # bytes
 
 
 def gathered(arrays: Arrays, device: Device) -> list[Tensor]:
@@ -54,18 +55,21 @@ def full_gathered(
         ]
     result: list[Tensor] = []
     sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
-    # These are copied, since a kernel has no indices for all of an allocation.
-    models: dict[tuple[Shape, DType], Tensor] = {}
+    filled: dict[DType, Tensor] = {}  # a piece, which is copied: a kernel has no indices for an allocation
     for part, offsets, nbytes in side_by_side(sizes, device.capabilities):
         allocation = _new(nbytes, device)
         for at, offset in zip(part, offsets, strict=True):
             shape, dtype = shapes[at], dtypes[at]
-            if (shape, dtype) not in models:
-                models[shape, dtype] = full(shape, value, dtype=dtype, device=device)
-                models[shape, dtype]._realize()
-            buffer = allocation.part(offset, sizes[at])
-            device.copy(buffer, models[shape, dtype]._node.value, sizes[at])
-            result.append(Tensor(leaf(buffer, shape, dtype), device))
+            if dtype not in filled:
+                largest = max(size for size, other in zip(sizes, dtypes, strict=True) if other == dtype)
+                items = min(largest, _PIECE) // dtype.itemsize
+                filled[dtype] = full((items,), value, dtype=dtype, device=device)
+                filled[dtype]._realize()
+            piece = filled[dtype]._node
+            for start in range(offset, offset + sizes[at], _PIECE):
+                count = min(_PIECE, offset + sizes[at] - start)
+                device.copy(allocation.part(start, count), piece.value, count)
+            result.append(Tensor(leaf(allocation.part(offset, sizes[at]), shape, dtype), device))
     return result
 
 
