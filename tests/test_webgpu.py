@@ -607,8 +607,7 @@ def settled_counts(device: Device) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps", [100, 10_000])
-def test_steps_of_training_with_changing_shapes_leave_the_native_counts_flat(steps: int) -> None:
+def test_steps_of_training_with_changing_shapes_leave_the_native_counts_flat() -> None:
     device = opened()
     model = nn.Sequential(nn.Linear(3, 8, device=device), nn.Tanh(), nn.Linear(8, 1, device=device))
     optimizer = optim.Adam(model.parameters(), lr=1e-3)
@@ -621,15 +620,15 @@ def test_steps_of_training_with_changing_shapes_leave_the_native_counts_flat(ste
         return loss
 
     counts, samples = [], []
-    for number in range(steps):
+    for number in range(5000):
         x = np.random.default_rng(number).standard_normal((1 + number % 5, 3)).astype(np.float32)
         loss = step(ps.asarray(x, device=device), ps.asarray(x.sum(1, keepdims=True), device=device))
-        if (number + 1) % (steps // 10) == 0:
+        if (number + 1) % 500 == 0:
             del loss
             counts.append(settled_counts(device))
             samples.append(resident_bytes())
     # Which block is taken again depends on how far the device is, so a few more or less may be there; what
-    # is lost once in a hundred steps would be two more in each count, or ten.
+    # is lost once in a hundred steps would be five more in each count.
     spread = {name: [count[name] for count in counts[1:]] for name in counts[0]}
     assert all(max(result) - min(result) <= 12 for result in spread.values()), spread
     assert drift(samples) < 4 << 20, samples
