@@ -231,7 +231,7 @@ def _state(
     """Inputs that may lie at the host between runs, and the results that are their next values.
 
     By their numbers among the values: the number of the input, and that of the result. A result that has
-    another use, and what a kernel takes only where the caller has it, stays.
+    another use, what a kernel takes only where the caller has it, and what is not worth a copy stays.
     """
     number = {node: at for at, node in enumerate(works.nodes)}
     wanted = Counter(base(node) for node in state.wanted)
@@ -240,7 +240,7 @@ def _state(
     result: dict[int, tuple[int, int | None]] = {}
     for at in sorted(target.budget.state) if target.budget else ():
         node, new = state.inputs[at], next_value.get(at)
-        if node not in number or node in wanted or node in fixed:
+        if node not in number or node in wanted or node in fixed or node.nbytes <= ALIGNMENT:
             continue
         if new is None:
             result[number[node]] = at, None
