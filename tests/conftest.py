@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy reads it once; other tests have the other cores
+os.environ.setdefault("GALLIVM_PERF", "nopt")  # Mesa's software Vulkan compiles in two thirds of the time
 
 import numpy as np
 import pocl_headers
