@@ -108,6 +108,14 @@ class Emitter:
                 steps.append((factor, self.lane_steps[name]))
         return affine(index), depth, self._added(steps)
 
+    def is_of_loops(self, index: Index) -> bool:
+        """Whether an index depends on the variables of loops only: on no value, and on no bound."""
+        computed = self.variables.computed
+        return all(
+            self.is_of_loops(computed[name][0]) if name in computed else not name.startswith("k")
+            for name, _ in index.terms
+        )
+
     def _added(self, steps: Sequence[tuple[int, ir.Steps]]) -> ir.Steps:
         """The sum of steps that have factors: the same from each lane to the next, if it is."""
         alike = [factor * step for factor, step in steps if isinstance(step, int)]

@@ -423,9 +423,9 @@ class RowLoops(SumsOfRows):
         emitter.lane_steps["slot"] = 1
         body()
         step = self._threads * lanes
-        tables = {node.inputs[0] for node in self.group.nodes if node.primitive is GATHER}
-        inputs = [node for node in self.group.inputs if node.size >= columns and node not in tables]
-        read = emitter.computed(inputs)
+        inputs = [node for node in self.group.inputs if node.size >= columns]
+        # What is read where other values say, or within bounds, comes after these.
+        read = [pair for pair in emitter.computed(inputs) if all(map(emitter.is_of_loops, pair[0][1]))]
         statements, start = [*inside, *emitter.leave()], ir.Var("rank") * lanes
         if self._fits_registers():
             nodes = [node for (node, _), _ in read]
