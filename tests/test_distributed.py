@@ -178,7 +178,7 @@ def test_what_ranks_wait_for() -> None:
     """Of 40 MB of gradients, which 2 ranks send once, and a step of 90 ms, of which 60 ms can hide that."""
 
     class Plan:
-        step_seconds = (0.09,)
+        unlimited_seconds = 0.09
         unlimited_bytes = 300_000_000
 
     plan: Any = Plan()
