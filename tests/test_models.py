@@ -20,6 +20,8 @@ from penstock.errors import CheckpointError
 from penstock.models import LanguageModel, weights
 
 CASES = list(cases.CONFIGS)
+# These scalings of rotary embeddings are other constants in the same kernels, whatever the length is.
+ON_DEVICE = [case for case in CASES if case not in ("llama-linear", "llama-yarn", "llama-llama3")]
 FEW = ["llama", "gemma3"]  # in the quick suite
 Load = Callable[..., LanguageModel]
 
@@ -76,7 +78,7 @@ def test_the_loss_and_all_gradients(case: str, loaded: Load) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ON_DEVICE)
 def test_logits_loss_and_gradients_on_the_device(case: str, loaded: Load) -> None:
     model = loaded(case)
     check_logits(model, case)
@@ -104,7 +106,7 @@ def test_two_hundred_greedy_tokens_of_a_ragged_batch(case: str, loaded: Load) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ON_DEVICE)
 def test_two_hundred_greedy_tokens_on_the_device(case: str, loaded: Load) -> None:
     check_greedy(loaded(case), case)
 
