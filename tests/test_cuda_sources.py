@@ -363,6 +363,19 @@ def test_generated_kernels_wait_before_they_read(device: Device, given: Given) -
     assert 0 < body.index("WAIT_FOR_EARLIER;") < body.index("in0 +=")
 
 
+def test_no_load_may_be_moved_before_the_wait(device: Device, given: Given) -> None:
+    """Not even of large matrices, which leave caches to vectors: a kernel before may have written them."""
+    matrix, vector = given((700, 1024), np.dtype("float32")), given((1, 1024), np.dtype("float32"))
+    weighted = elementwise.multiply(matrix, reducing.expand(vector, matrix.shape))
+    build(device, [reducing.sum_(weighted, (1,))])
+    gathered = executables(device).kernels
+    assert isinstance(gathered, Gathering)
+    text = whole_text(list(gathered.sources.values()), "cuda")
+    assert "LOAD_ONCE_4(v" in text
+    assert 'asm volatile("ld.global.L1::no_allocate' in text
+    assert "ld.global.nc" not in text
+
+
 # Copies in graphs
 
 

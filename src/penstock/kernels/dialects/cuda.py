@@ -90,9 +90,10 @@ _THREADS = """
 #define BITS_DOUBLE(u) __longlong_as_double(u)
 #define DOUBLE_BITS(x) ((ulong)__double_as_longlong(x))
 #define LOCAL_ADD(counter, more) atomicAdd(&counter, more)
-// Large matrices would drive what is read again out of the cache of a multiprocessor.
+// Large matrices would drive what is read again out of the cache of a multiprocessor. Not `.nc`, which might
+// be moved before the wait for the kernel that wrote them.
 #define LOAD_ONCE_4(words, at, from) \\
-    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" \\
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" \\
         : "=r"(words[at]), "=r"(words[at + 1]), "=r"(words[at + 2]), "=r"(words[at + 3]) : "l"(from));
 #define UNKNOWN_ONE ((int)gridDim.z)
 #define FORGET(word) asm volatile("" : "+r"(word))
