@@ -13,11 +13,13 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
 import penstock as ps
 import penstock.optim
+from budget import Budgets
 from measuring import Report
 from penstock.compiler.launches import timeline
 from penstock.compiler.schedule import Schedule
@@ -40,32 +42,25 @@ def narrow_gpt(width: int, layers: int) -> GPT:
     return model
 
 
-class Training:
+class Training(Budgets):
     """A model, and its step."""
 
     def __init__(self, width: int, layers: int, batch: int) -> None:
-        model = narrow_gpt(width, layers)
-        optimizer = ps.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01)
-        self.parameters = sum(tensor.size for tensor in model.parameters())
+        self.model = narrow_gpt(width, layers)
+        self.optimizer = ps.optim.AdamW(self.model.parameters(), lr=1e-4, weight_decay=0.01)
+        self.parameters = sum(tensor.size for tensor in self.model.parameters())
         rng = np.random.default_rng(0)
         self.tokens = ps.asarray(rng.integers(0, VOCABULARY, (batch, CONTEXT + 1)).astype(np.int32))
+        self._step: Any = self.step(None)
 
-        @ps.jit
-        def step(tokens: ps.Tensor) -> ps.Tensor:
-            loss = model.loss(tokens[:, :-1], tokens[:, 1:])
-            optimizer.backward(loss)
-            optimizer.step()
-            return loss
-
-        self._step = step
-
-    def step(self) -> ps.Tensor:
-        return self._step(self.tokens)
+    def next_loss(self) -> ps.Tensor:
+        loss: ps.Tensor = self._step(self.tokens)
+        return loss
 
     @property
     def schedule(self) -> Schedule:
         """Of the step, after the first."""
-        (captures,) = self._step._captured.values()  # type: ignore[attr-defined]
+        (captures,) = self._step._captured.values()
         schedule: Schedule = captures[0].program.schedule
         return schedule
 
@@ -75,7 +70,7 @@ def lines(training: Training, device: ps.Device, limit: int, steps: int, report:
     rates = device.driver.rates or step_rates(device)
     assert rates is not None, "a GPU or a file is needed, whose rates are known"
     start = perf_counter()
-    losses = [training.step()]
+    losses = [training.next_loss()]
     if present:
         device.sync()
     schedule, stats = training.schedule, device.memory_stats()
@@ -89,7 +84,7 @@ def lines(training: Training, device: ps.Device, limit: int, steps: int, report:
     report.add("share of the cap taken", taken / limit, "", "<= 1", taken <= limit, detail)
     if present:
         start = perf_counter()
-        losses += [training.step() for _ in range(steps)]
+        losses += [training.next_loss() for _ in range(steps)]
         device.sync()
         seconds = (perf_counter() - start) / steps
         values = ", ".join(f"{loss.item():.3f}" for loss in losses)

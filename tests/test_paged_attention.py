@@ -219,9 +219,9 @@ def test_a_step_on_tensor_cores(device: Device, shape: tuple[int, ...], reach: i
 
 # Tensor cores, which a CPU imitates
 
-HALVES = """
-#define LOW_HALVES(a, b) (((a) & 0xffff) | ((b) << 16))
-#define HIGH_HALVES(a, b) (((a) >> 16) | ((b) & 0xffff0000))
+PACKS = """
+#define PACK_LOW(a, b) (((a) & 0xffff) | ((b) << 16))
+#define PACK_HIGH(a, b) (((a) >> 16) | ((b) & 0xffff0000))
 """
 TILED = [
     # rows, heads, heads of keys, size of a head; positions, window, softcap
@@ -256,7 +256,7 @@ def test_tiles_of_positions(case: tuple[Any, ...], dtype: Any) -> None:
     (call,) = lowering.launches
     assert "MULTIPLY_TILES" in call.source.text
     source = imitated(call.source)
-    source = replace(source, body=f"{HALVES}{source.body}")
+    source = replace(source, body=f"{PACKS}{source.body}")
     arrays = [np.zeros(node.shape, dtype), query, pages, table, last]
     padded = [np.pad(array.ravel(), GUARD) for array in arrays]
     result = launch(driver, source, padded)[0][GUARD:-GUARD].reshape(query.shape).astype(np.float64)

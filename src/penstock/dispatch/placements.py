@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from penstock.execution.structure import Structure
+from penstock.graph.node import Primitive
+from penstock.kernels.source import digest
 from penstock.runtime import Device
 
 
@@ -47,3 +51,12 @@ class Candidate:
     def seconds(self) -> float:
         """The measured time, or else the estimate."""
         return self.estimated if self.measured is None else self.measured
+
+
+def structure_digest(structure: Structure, aliases: Mapping[int, int]) -> str | None:
+    """The key of a structure in the tuning cache, the same in every process; None if there is none."""
+    key: Any = structure.key.parts
+    # A part of the key is a primitive with its attributes, or the shape and dtype of an input.
+    named = [(part[0].name, *part[1:]) if isinstance(part[0], Primitive) else part for part in key[0]]
+    text = repr((named, key[1], sorted(aliases.items())))
+    return None if " at 0x" in text else f"placed {digest(text)}"

@@ -15,7 +15,7 @@ from penstock.compiler.schedule import Schedule
 from penstock.dispatch.candidates import CUT_GAIN, candidates
 from penstock.dispatch.cutting import cut
 from penstock.dispatch.moving import Locations
-from penstock.dispatch.placements import Candidate, Placement
+from penstock.dispatch.placements import Candidate, Placement, structure_digest
 from penstock.dispatch.predictions import Predictions
 from penstock.dispatch.running import InTwo, OnOne, Wants, seconds_of
 from penstock.errors import DeviceUnavailable, OutOfDeviceMemory
@@ -25,8 +25,7 @@ from penstock.execution.realize import executables, numpy_text, to_compute
 from penstock.execution.sharing import source
 from penstock.execution.structure import Structure
 from penstock.files import parse_json
-from penstock.graph.node import Node, Primitive, topological
-from penstock.kernels.source import digest
+from penstock.graph.node import Node, topological
 from penstock.lru import LRU
 from penstock.measuring.quiet import measure_quietly
 from penstock.measuring.rates import Rates, machine_rates, placement_cache
@@ -204,7 +203,7 @@ class Placed:
         self._dispatcher = dispatcher
         self._constants = structure.numbers
         self._aliases = aliases
-        self._key = _digest(structure, aliases)
+        self._key = structure_digest(structure, aliases)
         self._programs: dict[Placement, OnOne | InTwo] = {}
         self._candidates: list[Candidate] = []
         self._why = "which takes the least time"
@@ -485,15 +484,6 @@ class Placed:
         built = there.compile(nodes, inputs, self._constants, aliases, arriving=arriving)
         self._dispatcher.build_seconds += there.build_seconds - before
         return built
-
-
-def _digest(structure: Structure, aliases: Mapping[int, int]) -> str | None:
-    """A key of a structure that is the same in every process; None if there is none."""
-    key: Any = structure.key.parts
-    # A part of the key is a primitive with its attributes, or the shape and dtype of an input.
-    named = [(part[0].name, *part[1:]) if isinstance(part[0], Primitive) else part for part in key[0]]
-    text = repr((named, key[1], sorted(aliases.items())))
-    return None if " at 0x" in text else f"placed {digest(text)}"
 
 
 def _micro(seconds: float) -> str:

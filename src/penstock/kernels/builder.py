@@ -232,8 +232,8 @@ class KernelBuilder:
         return self._nested(lambda body: ir.loop(name, start, stop, body, step, unrolled), ir.Var(name))
 
     @contextmanager
-    def fenced(self, name: str) -> Iterator[ir.Var]:
-        """Statements that a compiler does not mix with those before; see `ir.fenced`.
+    def optimization_barrier(self, name: str) -> Iterator[ir.Var]:
+        """Statements that a compiler does not mix with those before; see `ir.optimization_barrier`.
 
         What is computed from the variable, which is 0, is not taken out of them.
         """
@@ -242,7 +242,7 @@ class KernelBuilder:
             yield ir.Var(f"{name}_at")
         finally:
             body = self._bodies.pop()
-        self.splice(ir.fenced(name, body))
+        self.splice(ir.optimization_barrier(name, body))
 
     def repeat(self, condition: ir.Expr) -> AbstractContextManager[None]:
         """A loop while a condition holds."""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import CaptureError, OutOfDeviceMemory
+from penstock.errors import CaptureError
 from penstock.execution.hosting import move_to_host
 from penstock.graph.calls import Subgraph, call, subgraph_between
 from penstock.graph.decompose import decompose
@@ -25,12 +25,13 @@ from penstock.memory.buffer import Buffer
 from penstock.nn.parameter import Parameter
 from penstock.optim.counting import Counts
 from penstock.optim.groups import ParamGroup, Settings, Varied, flat
+from penstock.optim.state_shapes import Shapes, check_shapes
 from penstock.runtime import Device
 from penstock.tensor.arithmetic import divide, isfinite, maximum, minimum, multiply, sqrt, where
 from penstock.tensor.capture import capture
 from penstock.tensor.core import Tensor, from_numpy, outside_capture, realize_together
 from penstock.tensor.dtypes import float32
-from penstock.tensor.gathering import full_gathered, gather, gathered, gathered_as, reading
+from penstock.tensor.gathering import full_gathered, gather, gathered, gathered_as, reading, realize_fitting
 from penstock.tensor.leaves import ends_at, source_of
 from penstock.tensor.manipulation import astype, concat, reshape
 from penstock.tensor.recording import no_grad, recorded_once
@@ -209,7 +210,7 @@ class Optimizer:
             outside = [tensor for tensor in state if capturing.stand_in(tensor) is not tensor]
             with outside_capture():
                 if outside:
-                    _realize(outside)
+                    realize_fitting(outside)
                 self._gather()
             self._divide(self._present())
             capturing.assume(self._settings_key)
@@ -372,23 +373,14 @@ class Optimizer:
         return result
 
     def _check_state(self, state: Mapping[str, npt.ArrayLike]) -> None:
-        shapes: dict[str, tuple[tuple[int, ...], ...]] = {
+        shapes: dict[str, Shapes] = {
             name: (tensor.shape,) for tensors in self._named() for name, tensor in tensors.items()
         }
         # Older checkpoints have a single value for all.
         counts = () if self._counted is None else self._counted.names
         shapes |= dict.fromkeys(counts, ((), (len(self.parameters),)))
         shapes |= dict.fromkeys(self._varied, ((), (len(self.param_groups),)))
-        wrong = sorted(set(shapes) ^ set(state))
-        if wrong and not set(wrong) <= set(counts):
-            raise ValueError(f"the state of another optimizer: {wrong[:5]} differ")
-        for name, wanted in shapes.items():
-            given = f"shape {np.shape(state[name])}" if name in state else "nothing"
-            if name in state and np.shape(state[name]) in wanted:
-                continue
-            if len(wanted) == 1:
-                raise ValueError(f"{name} has shape {wanted[0]}, and {np.shape(state[name])} was given")
-            raise ValueError(f"{name} has one of the shapes {wanted}, and {given} was given")
+        check_shapes(state, shapes, counts)
 
     # For subclasses
 
@@ -480,15 +472,6 @@ class Optimizer:
             old._rebind(new.detach())
         if master is not tensor:
             tensor._rebind(astype(master, tensor.dtype))
-
-
-def _realize(tensors: Sequence[Tensor]) -> None:
-    """Compute tensors, together if they fit; else those that are there may move to the host for the next."""
-    try:
-        realize_together(tensors)
-    except OutOfDeviceMemory:
-        for tensor in tensors:
-            realize_together([tensor])
 
 
 def _together(values: Sequence[Tensor]) -> Tensor:

@@ -19,7 +19,7 @@ from penstock.execution.hosting import gather_through_host, room, side_by_side
 from penstock.graph.node import DType, Node, Shape, leaf
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
-from penstock.tensor.core import Tensor
+from penstock.tensor.core import Tensor, realize_together
 from penstock.tensor.creation import full
 from penstock.tensor.dtypes import checked
 from penstock.tensor.manipulation import astype
@@ -159,3 +159,12 @@ def reading(tensors: Sequence[Tensor]) -> Callable[[], list[npt.NDArray[Any]]]:
         return result
 
     return wait
+
+
+def realize_fitting(tensors: Sequence[Tensor]) -> None:
+    """Compute tensors, together if they fit; else those that are there may move to the host for the next."""
+    try:
+        realize_together(tensors)
+    except OutOfDeviceMemory:
+        for tensor in tensors:
+            realize_together([tensor])

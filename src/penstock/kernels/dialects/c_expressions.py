@@ -112,8 +112,8 @@ _UNSIGNED_SCALAR = {
     "unit_float": "UNIT_FLOAT({0}, {1})",
     # Pairs of 16-bit floats in a word, of CUDA.
     **{f"integers_{dtype}": f"INTEGERS_{dtype.upper()}({{0}})" for dtype in ir.HALF_PRECISION},
-    "low_halves": "LOW_HALVES({0}, {1})",
-    "high_halves": "HIGH_HALVES({0}, {1})",
+    "pack_low": "PACK_LOW({0}, {1})",
+    "pack_high": "PACK_HIGH({0}, {1})",
     **{f"scaled_{dtype}": f"SCALED_{dtype.upper()}({{0}}, {{1}})" for dtype in ir.HALF_PRECISION},
 }
 # A scalar boolean is 0 or 1; in a vector it is 0 or -1, all bits set.

@@ -176,8 +176,8 @@ DEVICE void MULTIPLY_TILES_##NAME(float &t0, float &t1, float &t2, float &t3, \\
         : "+f"(t0), "+f"(t1), "+f"(t2), "+f"(t3) \\
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1)); \\
 }
-#define LOW_HALVES(a, b) __byte_perm(a, b, 0x5410)
-#define HIGH_HALVES(a, b) __byte_perm(a, b, 0x7632)
+#define PACK_LOW(a, b) __byte_perm(a, b, 0x5410)
+#define PACK_HIGH(a, b) __byte_perm(a, b, 0x7632)
 PAIR_FUNCTIONS(BFLOAT16, "bf16", 0x43004300, 0x3f803f80, 0xc308c308)
 PAIR_FUNCTIONS(FLOAT16, "f16", 0x64006400, 0x3c003c00, 0xe408e408)
 """

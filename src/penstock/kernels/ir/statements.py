@@ -223,7 +223,7 @@ def loop(
     return For(name, integer(start), integer(stop), integer(step), body, unrolled, trips)
 
 
-def fenced(name: str, body: list[Statement]) -> list[Statement]:
+def optimization_barrier(name: str, body: list[Statement]) -> list[Statement]:
     """Statements that a compiler does not mix with those before: they are the body of a loop.
 
     So all loads before them are on their way when they begin. A compiler that saves registers would have some

@@ -190,7 +190,7 @@ class _Round:
             }
             for chunk in chunks
         ]
-        with k.fenced("once") as none:  # the matrices are read before
+        with k.optimization_barrier("once") as none:  # the matrices are read before
             for chunk in chunks:
                 for rows, begin in enumerate(self._rows):
                     right = self._words(self._problem.x, begin + (at[chunk] + none), inside[chunk])

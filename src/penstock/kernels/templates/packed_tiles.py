@@ -77,7 +77,7 @@ def tensor_packed(
             ]
             read.append((at, inside, lefts))
         # A few workgroups read all integers before they compute anything; many wait for each other's.
-        with k.fenced(k.fresh("once")) if few else nullcontext(ir.Const(0)) as none:
+        with k.optimization_barrier(k.fresh("once")) if few else nullcontext(ir.Const(0)) as none:
             for at, inside, lefts in read:
                 x = [_row_words(k, problem, rows, at + none, inside, place) for rows in range(row_tiles)]
                 for tile, left in enumerate(lefts):

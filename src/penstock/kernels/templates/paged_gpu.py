@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from penstock.drivers.driver import Capabilities
 from penstock.kernels.builder import KernelBuilder, Memory
@@ -23,9 +24,42 @@ from penstock.kernels.templates.paged_units import (
     known,
     lanes_of,
     store_item,
+    stored_until,
     threads_of,
     weighted,
 )
+
+
+@dataclass(frozen=True)
+class _Division:
+    """How a workgroup divides its positions."""
+
+    threads: int
+    lanes: int  # threads that share a position
+    width: int  # items of a thread
+    at_once: int  # positions of a thread in a step
+    heads: int  # whose results are combined at a time
+
+    @property
+    def apart(self) -> int:
+        """Positions of all threads."""
+        return self.threads // self.lanes
+
+
+def _divided(sizes: Sizes, capabilities: Capabilities) -> _Division:
+    """As many positions at once as there are for all threads, and as local memory has room for."""
+    width, lanes = math.gcd(sizes.size, ITEMS), lanes_of(sizes.size)
+    threads = threads_of(sizes.size, sizes.together, capabilities)
+    item = item_size(sizes.type)
+    most = 4 if sizes.together <= FEW_HEADS else 2
+    at_once = max(min(most, sizes.share // (threads // lanes)), 1)
+    head_bytes = threads * (width + 1) * item
+    reduce_bytes = 0 if dialect_of(capabilities).shuffles else threads * item  # of a block reduce
+    room = capabilities.local_bytes - ((sizes.together + 2) * lanes * width + 4) * item
+    while at_once > 1 and sizes.together * (at_once + 1) * reduce_bytes + head_bytes > room:
+        at_once //= 2
+    heads = (room - sizes.together * (at_once + 1) * reduce_bytes) // head_bytes
+    return _Division(threads, lanes, width, at_once, max(min(heads, sizes.together), 1))
 
 
 def by_threads(
@@ -37,29 +71,15 @@ def by_threads(
     of pages, table and positions.
     """
     pages, table, positions = memories
-    width, lanes = math.gcd(sizes.size, ITEMS), lanes_of(sizes.size)
-    threads = threads_of(sizes.size, sizes.together, capabilities)
-    apart = threads // lanes
-    reach = sizes.width * sizes.page
-    most = 4 if sizes.together <= FEW_HEADS else 2
-    share = min(reach, sizes.window or reach) // sizes.splits
-    at_once = max(min(most, share // apart), 1)  # positions of a thread
-    joined = threads * (width + 1) * item_size(sizes.type)  # bytes of a head
-    folded = 0 if dialect_of(capabilities).shuffles else threads * item_size(sizes.type)
-    room = capabilities.local_bytes - ((sizes.together + 2) * lanes * width + 4) * item_size(sizes.type)
-    while at_once > 1 and sizes.together * (at_once + 1) * folded + joined > room:
-        at_once //= 2
-    heads = (room - sizes.together * (at_once + 1) * folded) // joined
+    division = _divided(sizes, capabilities)
+    threads, width, apart = division.threads, division.width, division.apart
     unit = Unit(k, sizes, k.group(), table)
     last, puts = known(k, sizes, unit, positions, step, dialect_of(capabilities).shuffles)
     start, stop = unit.positions(last)
-    slot = k.let("slot", k.thread // lanes)
-    column = k.let("column", k.thread % lanes * width)
-    inside = column < sizes.size if lanes * width > sizes.size else None
-    stored = stop
-    if puts is not None:
-        new = k.let("put_here", k.select(stop.eq(last + 1) & (start <= last), puts, 0))
-        stored = k.let("stored", stop - new)
+    slot = k.let("slot", k.thread // division.lanes)
+    column = k.let("column", k.thread % division.lanes * width)
+    inside = column < sizes.size if division.lanes * width > sizes.size else None
+    new, stored = stored_until(k, last, puts, start, stop)
 
     def clipped(base: Expr, number: int) -> Expr:
         position = k.call("minimum", base + (slot + number * apart), stored - 1)
@@ -71,17 +91,17 @@ def by_threads(
         return k.let(name, k.load_vector(memory, index, width, width, inside))
 
     # The pages of the next positions are looked up before keys are waited for.
-    ahead = [k.variable(f"page{number}", unit.page(clipped(start, number))) for number in range(at_once)]
+    numbers = range(division.at_once)
+    ahead = [k.variable(f"page{number}", unit.page(clipped(start, number))) for number in numbers]
+    heads = range(sizes.together)
     if step is None:
-        queries = [
-            vector(f"query{head}", k.inputs[0], unit.head_row(head) * sizes.size + column)
-            for head in range(sizes.together)
-        ]
+        rows = [unit.head_row(head) * sizes.size + column for head in heads]
+        queries = [vector(f"query{head}", k.inputs[0], row) for head, row in zip(heads, rows, strict=True)]
     else:
-        step.begin(k, sizes, unit, threads, lanes * width)
-        queries = [step.query(k, head, column, width) for head in range(sizes.together)]
-    running = [_Running(k, sizes, head, width) for head in range(sizes.together)]
-    with k.loop("base", start, stored, apart * at_once) as base:
+        step.begin(k, sizes, unit, threads, division.lanes * width)
+        queries = [step.query(k, head, column, width) for head in heads]
+    running = [_Running(k, sizes, head, width) for head in heads]
+    with k.loop("base", start, stored, apart * division.at_once) as base:
         keys, values, masks = [], [], []
         for number, page in enumerate(ahead):
             masks.append(k.let(f"seen{number}", base + (slot + number * apart) < stored))
@@ -90,19 +110,18 @@ def by_threads(
             keys.append(vector(f"key{number}", pages, place))
             values.append(vector(f"value{number}", pages, place + unit.values))
         for number, page in enumerate(ahead):
-            k.assign(page, unit.page(clipped(base + apart * at_once, number)))
-        _take(k, sizes, unit, running, queries, (keys, values, masks), (threads, lanes, width))
+            k.assign(page, unit.page(clipped(base + apart * division.at_once, number)))
+        _take(k, sizes, unit, running, queries, (keys, values, masks), division)
     if step is not None:
         key, value = step.pair(k, column, width)
         seen = k.let("is_new", new.eq(1) & slot.eq(0))
-        _take(k, sizes, unit, running, queries, ([key], [value], [seen]), (threads, lanes, width))
+        _take(k, sizes, unit, running, queries, ([key], [value], [seen]), division)
         step.put(k, unit, last, new.eq(1))
-    _join_slots(k, sizes, unit, running, (threads, lanes, width), max(min(heads, sizes.together), 1))
+    _join_slots(k, sizes, unit, running, division)
     if step is not None:
         step.finish(k, unit)
-    quick = sizes.dtype in HALF_PRECISION
     resident = max(RESIDENT // threads, 1) if threads > THREADS else 1
-    return k.source((sizes.units * sizes.splits,), (threads,), resident, quick)
+    return k.source((sizes.units * sizes.splits,), (threads,), resident, sizes.dtype in HALF_PRECISION)
 
 
 def _take(
@@ -112,18 +131,17 @@ def _take(
     running: Sequence[_Running],
     queries: Sequence[Var],
     positions: tuple[Sequence[Var], Sequence[Var], Sequence[Expr]],
-    shape: tuple[int, int, int],
+    division: _Division,
 ) -> None:
     """Take the keys and values of further positions, as far as they are seen."""
     keys, values, masks = positions
-    threads, lanes, width = shape
     for head, query in enumerate(queries):
         scores = []
         for number, key in enumerate(keys):
             product = k.variable(k.fresh(f"product{head}"), 0.0, sizes.type)
-            for lane in range(width):
+            for lane in range(division.width):
                 k.multiply_add(product, k.lane(query, lane), k.lane(key, lane))
-            total = k.block_reduce(k.fresh(f"total{head}"), "sum", product, threads, lanes)
+            total = k.block_reduce(k.fresh(f"total{head}"), "sum", product, division.threads, division.lanes)
             seen = k.select(masks[number], unit.score(total), LOWEST)
             scores.append(k.let(k.fresh(f"score{head}"), seen))
         running[head].take(scores, masks, values)
@@ -162,16 +180,11 @@ class _Running:
 
 
 def _join_slots(
-    k: KernelBuilder,
-    sizes: Sizes,
-    unit: Unit,
-    running: Sequence[_Running],
-    shape: tuple[int, int, int],
-    together: int,
+    k: KernelBuilder, sizes: Sizes, unit: Unit, running: Sequence[_Running], division: _Division
 ) -> None:
-    """Combine what the threads of a workgroup have, and store it; so many heads at a time."""
-    threads, lanes, width = shape
-    slots = threads // lanes
+    """Combine what the threads of a workgroup have, and store it; some heads at a time."""
+    threads, lanes, width, together = division.threads, division.lanes, division.width, division.heads
+    slots = division.apart
     padded = width + 1  # threads that store at once use banks of their own
     values = k.shared("merged", sizes.type, together * threads * padded)
     sums = k.shared("slot_sums", sizes.type, together * slots * 2)

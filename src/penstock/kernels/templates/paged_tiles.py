@@ -25,6 +25,7 @@ from penstock.kernels.templates.paged_units import (
     Unit,
     known,
     store_item,
+    stored_until,
     weighted,
 )
 
@@ -44,14 +45,9 @@ def by_tiles(
     unit = Unit(k, sizes, k.group(), table)
     last, puts = known(k, sizes, unit, positions, step, True)
     begin, start, stop = unit.tiles_of_positions(last, TILE)
-    stored, new = stop, None
-    if puts is not None:
-        new = k.let("put_here", k.select(stop.eq(last + 1) & (start <= last), puts, 0))
-        stored = k.let("stored", stop - new)
+    new, stored = stored_until(k, last, puts, start, stop)
     warp = _Warp(k, sizes, unit, Memory(pages.name, "uint32"), (begin, stored))
-    reach = sizes.width * sizes.page
-    share = min(reach, sizes.window or reach) // sizes.splits
-    blocks = max(min(_MOST_BLOCKS[sizes.size], share // (_WARPS * TILE)), 1)
+    blocks = max(min(_MOST_BLOCKS[sizes.size], sizes.share // (_WARPS * TILE)), 1)
     each = _WARPS * blocks * TILE
     # The pages of the next positions are looked up before keys are waited for.
     ahead = [k.variable(f"page{block}", warp.page(start, block, blocks)) for block in range(blocks)]
@@ -64,7 +60,7 @@ def by_tiles(
             k.assign(page, warp.page(base + each, block, blocks))
         for tile in read:
             warp.take(tile)
-    if step is not None and new is not None:
+    if step is not None:
         step.put(k, unit, last, new.eq(1))
     _join(k, sizes, unit, warp, step, new)
     if step is not None:
@@ -185,18 +181,16 @@ class _Warp:
         for tile, result in enumerate(self.results):
             for item in range(2):
                 k.assign(result[item], result[item] * factor)
-            word, halves = tile // 2, "high_halves" if tile % 2 else "low_halves"
+            word, pack = tile // 2, "pack_high" if tile % 2 else "pack_low"
             rows = [values[word] for values in block.values]
-            right = [k.call(halves, rows[pair], rows[pair + 1]) for pair in (0, 2)]
+            right = [k.call(pack, rows[pair], rows[pair + 1]) for pair in (0, 2)]
             k.multiply_tiles(result, left, right, dtype)
 
     def _paired(self, low: Expr, high: Expr) -> Expr:
         return self._k.call(f"paired_{self._sizes.dtype}", low, high, dtype="uint32")
 
 
-def _join(
-    k: KernelBuilder, sizes: Sizes, unit: Unit, warp: _Warp, step: Step | None, new: Expr | None
-) -> None:
+def _join(k: KernelBuilder, sizes: Sizes, unit: Unit, warp: _Warp, step: Step | None, new: Expr) -> None:
     """Combine what warps have, and the position that a step puts, and store it."""
     slots = _WARPS + (step is not None)
     values = k.shared("merged", "float32", sizes.together * slots * sizes.size)
@@ -211,7 +205,7 @@ def _join(
         with k.when(warp.part.eq(0)):
             k.store(sums, slot * 2, warp.most)
             k.store(sums, slot * 2 + 1, total)
-    if step is not None and new is not None:
+    if step is not None:
         _take_new(k, sizes, unit, warp, step, new, values, sums)
     k.barrier()
     with k.loop("item", k.thread, sizes.together * sizes.size, MORE_THREADS) as item:

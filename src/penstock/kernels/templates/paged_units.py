@@ -11,7 +11,7 @@ from penstock.drivers.driver import Capabilities
 from penstock.graph.node import Node
 from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.dialects import dialect_of
-from penstock.kernels.ir.expressions import HALF_PRECISION, Expr, Var
+from penstock.kernels.ir.expressions import HALF_PRECISION, Const, Expr, Var
 from penstock.kernels.source import KernelSource, item_size
 from penstock.kernels.templates.launches import Tasks, is_cpu
 from penstock.kernels.templates.paged_operands import LOWEST, Operands, operands_of
@@ -41,6 +41,12 @@ class Sizes(Operands):
     def units(self) -> int:
         """How many groups of heads there are, of all queries."""
         return self.rows * self.length * self.heads // self.together
+
+    @property
+    def share(self) -> int:
+        """The positions of a split, at most."""
+        reach = self.width * self.page
+        return min(reach, self.window or reach) // self.splits
 
     @property
     def scratch(self) -> tuple[int, ...]:
@@ -203,6 +209,16 @@ def known(
         k.store(known, 1, 0 if step is None else step.puts(k, unit))
     last = k.uniform("last", known)
     return last, None if step is None else k.uniform("puts", known, 1)
+
+
+def stored_until(
+    k: KernelBuilder, last: Expr, puts: Expr | None, start: Expr, stop: Expr
+) -> tuple[Expr, Expr]:
+    """Whether a split has the position that a step puts, 1 or 0, and where its positions in pages end."""
+    if puts is None:
+        return Const(0), stop
+    new = k.let("put_here", k.select(stop.eq(last + 1) & (start <= last), puts, 0))
+    return new, k.let("stored", stop - new)
 
 
 def store_item(
