@@ -231,7 +231,8 @@ def _state(
     """Inputs that may lie at the host between runs, and the results that are their next values.
 
     By their numbers among the values: the number of the input, and that of the result. A result that has
-    another use, what a kernel takes only where the caller has it, and what is not worth a copy stays.
+    another use, what a kernel takes only where the caller has it, and what is not worth a copy stays. Hazard:
+    of single numbers at the host, bits were lost from the third run on, for a reason that is not known.
     """
     number = {node: at for at, node in enumerate(works.nodes)}
     wanted = Counter(base(node) for node in state.wanted)
