@@ -42,7 +42,10 @@ class LRU(OrderedDict[K, V]):
         """The value of a key, which becomes the most recently used; None if there is none."""
         value = self.get(key)
         if value is not None or key in self:
-            self.move_to_end(key)
+            try:  # noqa: SIM105 - a context manager would take longer than all of this
+                self.move_to_end(key)
+            except KeyError:  # another thread has dropped it since
+                pass
         return value
 
     def __setitem__(self, key: K, value: V) -> None:

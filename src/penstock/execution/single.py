@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any, TypeAlias
 
 from penstock.execution.structure import Structure
 from penstock.graph.bounds import BOUNDED
-from penstock.graph.calls import RESULT
+from penstock.graph.calls import CALL
 from penstock.graph.elementwise import FULL
 from penstock.graph.node import Node
 from penstock.graph.reference import Constant, constant_key
@@ -18,11 +18,15 @@ _MOST_DEPTH = 64  # of nodes, with those of subgraphs
 
 # What an expression is, whatever the values are; the buffers that its program takes; their nodes; and its
 # constants. A tuple, since it is made for every operation.
-Single: TypeAlias = tuple[Hashable, list[Buffer], list[Node], dict[Constant, int]]
+Single: TypeAlias = tuple[Hashable, list[Buffer], Sequence[Node], Collection[Constant]]
 
 
 def single(node: Node) -> Single | None:
     """A pending node that is a few operations on values and numbers; None if it is anything else."""
+    if node.primitive is CALL:
+        called = _called(node)
+        if called is not None:
+            return called
     if node.depth > _MOST_DEPTH or node.primitive.is_identity:
         return None
     key: list[Any] = []
@@ -34,10 +38,19 @@ def single(node: Node) -> Single | None:
     return tuple(key), values, nodes, constants
 
 
+def _called(node: Node) -> Single | None:
+    """The same for a subgraph with one output, called with different computed values: it is the key."""
+    subgraph, parents = node.attributes["subgraph"], node.inputs
+    values = [parent.value for parent in parents]
+    if subgraph.only is None or None in values or (len(parents) > 1 and len({*parents}) < len(parents)):
+        return None
+    return subgraph, values, parents, subgraph.constants
+
+
 def is_all_of(single: Single, structure: Structure) -> bool:
     """Whether the program of a structure takes these inputs and numbers, and tells of no index."""
     _, _, nodes, constants = single
-    if structure.unchecked or structure.inputs != nodes:
+    if structure.unchecked or structure.inputs != list(nodes):
         return False
     return tuple(structure.numbers) == tuple(constants)
 
@@ -58,10 +71,9 @@ def _describe(
     if not parents or primitive.constants or primitive is BOUNDED or len(key) + len(parents) > _MOST_PARTS:
         return False
     subgraph = None
-    if primitive is RESULT:
-        (called,) = parents
-        parents, subgraph = called.inputs, called.attributes["subgraph"]
-        if len(subgraph.outputs) > 1:
+    if primitive is CALL:
+        subgraph = node.attributes["subgraph"]
+        if subgraph.only is None:
             return False
         key.append(subgraph)
     elif node.attributes:

@@ -17,16 +17,22 @@ from penstock.graph.reference import Constant, constant_key
 class Subgraph:
     """The nodes between inputs, which are placeholders, and outputs. Equal only to itself."""
 
-    __slots__ = ("constants", "depth", "inputs", "outputs")
+    __slots__ = ("constants", "depth", "inputs", "only", "outputs")
 
     def __init__(self, inputs: Sequence[Node], outputs: Sequence[Node]) -> None:
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
+        # The shape and the dtype of its output, if it has only one.
+        self.only = (outputs[0].shape, outputs[0].dtype) if len(outputs) == 1 else None
         self.depth = max((node.depth for node in outputs if node.value is None), default=0)
         pending = [node for node in topological(outputs) if node.value is None]
         self.constants: tuple[Constant, ...] = tuple(
             dict.fromkeys(constant_key(node, name) for node in pending for name in node.primitive.constants)
         )
+
+
+def _call_shape(*_: Node, subgraph: Subgraph) -> tuple[Shape, DType]:
+    return subgraph.only or ((), bool_)  # the shape of several results is not used: each has its own
 
 
 def _result_shape(call: Node, number: int) -> tuple[Shape, DType]:
@@ -38,16 +44,26 @@ def _inlined_only(*_: Array, **__: object) -> Array:
     raise AssertionError("calls are inlined before anything is computed")
 
 
-def _operations(result: Node) -> int:
-    call, number = result.inputs[0], result.attributes["number"]
-    nodes = topological([call.attributes["subgraph"].outputs[number]])
+def _operations(output: Node) -> int:
+    nodes = topological([output])
     return sum(node.primitive.operations_of(node) for node in nodes if node.value is None)
 
 
-# Its shape is not used: its results have shapes of their own.
-CALL = Primitive("call", Kind.CALL, lambda *_, subgraph: ((), bool_), _inlined_only, stop_gradient=True)
+def _call_operations(call: Node) -> int:
+    outputs = call.attributes["subgraph"].outputs
+    return _operations(outputs[0]) if len(outputs) == 1 else 0
+
+
+def _result_operations(result: Node) -> int:
+    return _operations(result.inputs[0].attributes["subgraph"].outputs[result.attributes["number"]])
+
+
+# A call of a subgraph with one output is that output; of several, each is a result of the call.
+CALL = Primitive(
+    "call", Kind.CALL, _call_shape, _inlined_only, stop_gradient=True, operations=_call_operations
+)
 RESULT = Primitive(
-    "result", Kind.CALL, _result_shape, _inlined_only, stop_gradient=True, operations=_operations
+    "result", Kind.CALL, _result_shape, _inlined_only, stop_gradient=True, operations=_result_operations
 )
 
 
@@ -55,6 +71,8 @@ def call(subgraph: Subgraph, inputs: Sequence[Node]) -> list[Node]:
     """The outputs of a subgraph for these inputs. No gradient passes."""
     node = Node(CALL, tuple(inputs), {"subgraph": subgraph})
     node.depth += subgraph.depth  # the depth limits how much may be pending
+    if subgraph.only is not None:
+        return [node]
     return [Node(RESULT, (node,), {"number": number}) for number in range(len(subgraph.outputs))]
 
 
@@ -94,6 +112,8 @@ def inline(outputs: Sequence[Node], until: Container[Node] = ()) -> list[Node]:
             subgraph: Subgraph = node.attributes["subgraph"]
             given = [new[parent] for parent in node.inputs]
             results[node] = _copied(subgraph.outputs, dict(zip(subgraph.inputs, given, strict=True)))
+            if subgraph.only is not None:
+                (new[node],) = results[node]
         elif node.primitive is RESULT:
             new[node] = results[node.inputs[0]][node.attributes["number"]]
         else:

@@ -14,7 +14,16 @@ from penstock.tensor.broadcasting import broadcast, common_shape
 from penstock.tensor.composite import composite
 from penstock.tensor.core import Tensor, install, record, scalar
 from penstock.tensor.examples import with_example
-from penstock.tensor.operands import OPERANDS, alike, as_number, device_of, operand, operands, plain
+from penstock.tensor.operands import (
+    OPERANDS,
+    alike,
+    as_number,
+    device_of,
+    operand,
+    operands,
+    plain,
+    values_only,
+)
 from penstock.tensor.recording import recording
 
 __all__ = [
@@ -132,11 +141,14 @@ def _binary(
 
     def function(x1: Any, x2: Any, /) -> Tensor:
         quick = plain(x1, x2)
-        if quick is not None and quick[0].dtype.kind in kinds:
+        if quick is not None:
             first, second, device, gradient = quick
-            node = apply(first, second)
-            if not gradient or (node.dtype.kind == "f" and recording()):
-                return Tensor(node, device, gradient)
+            if first.dtype.kind in kinds:
+                node = apply(first, second)
+                if not gradient or (node.dtype.kind == "f" and recording()):
+                    return Tensor(node, device, gradient)
+        elif values_only(x1, x2):
+            return composed(x1, x2)  # with a broadcast or a conversion
         pair = alike(x1, x2)
         if pair is None:
             both = isinstance(x1, Tensor) and isinstance(x2, Tensor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, ParamSpec
 
@@ -29,12 +29,17 @@ def composite(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
     def composed(*args: P.args, **kwargs: P.kwargs) -> Tensor:
         if core._captures and capture.get() is not None:
             return function(*args, **kwargs)
-        key: list[Any] = [function, *kwargs]
+        key: list[Any] = [function]
+        given: Iterable[Any] = args
+        if kwargs:
+            key += kwargs
+            given = (*args, *kwargs.values())
         nodes: list[Node] = []
         device: Device | None = None
-        for arg in (*args, *kwargs.values()) if kwargs else args:
+        for arg in given:
             if isinstance(arg, Tensor):
-                device = device or arg.device
+                if device is None:
+                    device = arg.device
                 if device is not arg.device or (arg._actual_requires_grad and recording()):
                     return function(*args, **kwargs)
                 node = arg._actual_node

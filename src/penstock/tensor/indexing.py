@@ -20,6 +20,7 @@ from penstock.runtime import Device
 from penstock.tensor import assigning, dtypes
 from penstock.tensor.broadcasting import broadcast, broadcast_node, common_shape
 from penstock.tensor.capture import capture
+from penstock.tensor.composite import composite
 from penstock.tensor.core import Tensor, from_numpy, install, record
 from penstock.tensor.operands import as_number
 
@@ -44,7 +45,22 @@ def get(x: Tensor, key: Any, operation: str = "x[index]") -> Tensor:
 
 def along(x: Tensor, index: Tensor, axis: int, operation: str) -> Tensor:
     """The slices of `x` at integer indices along an axis; the axes of the index replace that axis."""
-    picked = _index_node(index, axis, x, operation)
+    _note_range(index)
+    span, length = index._node.span, x._node.shape[axis]
+    if span is not None and -length <= span[0] and span[1] < length:
+        return _along_checked(x, index, axis, span[0] < 0)
+    return _picked(x, index, _index_node(index, axis, x, operation), axis)
+
+
+@composite
+def _along_checked(x: Tensor, index: Tensor, axis: int, from_end: bool) -> Tensor:
+    """The same for indices that are known to be in range; `from_end`: some may be negative."""
+    node = elementwise.cast(index._node, dtypes.int64)
+    return _picked(x, index, _from_start(node, x.shape[axis]) if from_end else node, axis)
+
+
+def _picked(x: Tensor, index: Tensor, picked: Node, axis: int) -> Tensor:
+    """The slices of `x` along an axis at `picked`, which is made of the index."""
     node, count = x._node, picked.ndim
     if not axis:
         return record(gather(node, picked), x, index)
@@ -333,12 +349,16 @@ def _index_node(key: Any, axis: int, x: Tensor, operation: str) -> Node:
         known = known_range(given, spans=False)  # the error message does not depend on the values
     if given.dtype.kind == "u" or (known is not None and known[0] >= 0):
         return elementwise.cast(in_range(given, x.shape, axis, operation, x.device), dtypes.int64)
-    node = elementwise.cast(given, dtypes.int64)
-    wrapped = elementwise.add(node, elementwise.like(node, length))
-    node = elementwise.where(elementwise.less(node, elementwise.like(node, 0)), wrapped, node)
+    node = _from_start(elementwise.cast(given, dtypes.int64), length)
     if inside:
         return node
     return in_range(node, x.shape, axis, operation, x.device, from_end=given)
+
+
+def _from_start(index: Node, length: int) -> Node:
+    """An index with the length of its axis added to negative items."""
+    wrapped = elementwise.add(index, elementwise.like(index, length))
+    return elementwise.where(elementwise.less(index, elementwise.like(index, 0)), wrapped, index)
 
 
 def _linear(indices: list[Node], lengths: Shape, shape: Shape) -> Node:

@@ -162,6 +162,13 @@ def plain(x: Any, y: Any) -> tuple[Node, Node, Device, bool] | None:
     return node, other, x.device, gradient
 
 
+def values_only(x: Any, y: Any) -> bool:
+    """Whether operands are two tensors without gradients, outside of any capture."""
+    if core._captures or not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        return False
+    return not (x._actual_requires_grad or y._actual_requires_grad)
+
+
 def _is_row(node: Node, matrix: Node) -> bool:
     """Whether a node broadcasts along the leading axes of another, such as a bias."""
     count = len(node.shape)

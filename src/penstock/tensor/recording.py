@@ -48,13 +48,17 @@ def recorded_once(
     if not device.reuses_graphs:
         return None
     graphs = device.subgraphs
+    try:
+        kept = key if short else Key(key)
+        known: T | None = graphs.use(kept)
+    except TypeError:  # an attribute or an argument is not hashable
+        return None
+    if known is not None:
+        return known
     with device.running:  # for other threads
-        try:
-            kept = key if short else Key(key)
-            known: T | None = graphs.use(kept)
-        except TypeError:  # an attribute or an argument is not hashable
-            return None
-        if known is None and kept not in graphs:
+        if kept in graphs:
+            known = graphs.use(kept)
+        else:
             with only_recording(), contextlib.suppress(PlaceholderRead):
                 known = record()
             graphs[kept] = known

@@ -18,7 +18,9 @@ from penstock.errors import DeviceError
 class Launch:
     """A kernel with its arguments in a block of memory, from which CUDA copies them at every launch."""
 
-    __slots__ = ("_block", "_node", "_params", "_pointers", "_shape", "_sizes", "changes", "function")
+    __slots__ = (
+        "_block", "_grid", "_group", "_node", "_params", "_pointers", "_sizes", "changes", "function"
+    )  # fmt: skip
 
     def __init__(
         self, function: Function, grid: Grid = (), group: Grid = (), args: Sequence[Any] = ()
@@ -31,14 +33,15 @@ class Launch:
         self._params = ctypes.addressof(self._pointers)
         self._node: Any = None  # the parameters of its node in a graph
         self.changes: list[Bound] | None = None  # the changed launches of the graph that this belongs to
-        self._shape: tuple[Grid, Grid] | None = None
+        self._grid: Grid | None = None
+        self._group: Grid | None = None
         self._sizes: tuple[int, ...] = ()
         self.set(grid, group, args)
 
     def set(self, grid: Grid, group: Grid, args: Sequence[Any]) -> None:
         """Set grid, workgroup size and arguments."""
-        if (grid, group) != self._shape:
-            self._shape = grid, group
+        if grid is not self._grid or group is not self._group:
+            self._grid, self._group = grid, group
             self._sizes = (*grid, *(1,) * (3 - len(grid)), *group, *(1,) * (3 - len(group)))
         try:
             self.function.format.pack_into(self._block, 0, *args)
