@@ -450,7 +450,7 @@ def main() -> None:
     for size, goal in goals.items():
         given = arrays(size)
         for operation in OPERATIONS:
-            if asked(operation.name):
+            if asked(f"{operation.name}, {size} x {size}"):
                 sides.operation(operation, given, options.rounds, goal)
     for name, program in PROGRAMS.items():
         if asked(name):
