@@ -8,11 +8,19 @@ import numpy as np
 from conftest import DRIVERS, examples
 from hypothesis import given
 from hypothesis import strategies as st
+from test_schedule import CPU, compiled, plain
 
 import penstock as ps
 from penstock import Device, nn, optim
+from penstock.compiler.launches import arranged, dependencies, launch_parts
+from penstock.compiler.schedule import Copy
 from penstock.drivers.host import HostDriver
+from penstock.graph import contraction, elementwise
+from penstock.kernels.concatenation import Call
 from penstock.kernels.hazards import Range, Touched, orderings
+from penstock.kernels.sizes import Sizes
+from penstock.kernels.source import ALIGNMENT
+from penstock.tuning_cache import TuningCache
 
 ranges = st.builds(
     lambda memory, start, size: (memory, start, start + size),
@@ -68,6 +76,25 @@ def test_a_result_in_the_place_of_an_input_waits_for_those_that_read_it() -> Non
     read, write = Touched(((1, 0, 8),), ((2, 0, 8),)), Touched((), ((3, 0, 8),))
     assert orderings([read, write], {}) == [[], []]
     assert orderings([read, write], {3: [1]}) == [[], [0]]
+
+
+def test_merged_kernels_follow_copies_from_their_scratch() -> None:
+    """The scratch of a gradient of an embedding, in the place of a value that is on its way to the host."""
+    rows, index = np.ones((32, 8), np.float32), np.arange(32, dtype=np.int32) % 5
+    given = [plain(rows * at) for at in range(2)]
+    wanted = [
+        elementwise.exp(contraction.scatter_add(values, plain(index), length))
+        for values, length in zip(given, (5, 7), strict=True)
+    ]
+    schedule, _ = compiled(wanted, CPU)
+    scratch = {part for step in schedule.groups for call in step.calls for part in call.scratch}
+    ((launch,),) = arranged(launch_parts(schedule, CPU), schedule, CPU, None, Sizes(TuningCache("")))
+    assert isinstance(launch, Call)
+    assert scratch
+    assert set(launch.scratch) == scratch
+    for arena, start, end in scratch:
+        copy = Copy(0, (len(schedule.buffers), 0), (arena, start // ALIGNMENT), end - start, "out")
+        assert dependencies(schedule, [copy, launch], {}) == [[], [0]]
 
 
 def test_any_order_that_is_permitted_gives_the_same_training() -> None:

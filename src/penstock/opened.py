@@ -55,6 +55,7 @@ class Layers:
         self.transfers = Transfers(driver, self.stream, self.pinned, settings.staging_bytes)
         self.scratch: list[Buffer] = []
         self.host_scratch: Buffer | None = None  # pinned, for values that programs move to the host
+        self.hosts_state = False  # whether any state was ever at the host
         self.checks_indices = settings.check_indices
         self.closed = False
 
@@ -69,7 +70,7 @@ class Layers:
     def hosted(self, nbytes: int) -> Buffer:
         """Pinned memory of the host for state that lies there between the runs of programs."""
         buffer = Buffer(self.driver, nbytes, self.visible)
-        buffer.hosted = True
+        buffer.hosted = self.hosts_state = True
         return buffer
 
     def memory_stats(self) -> DeviceMemory:

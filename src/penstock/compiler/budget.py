@@ -231,8 +231,7 @@ def _state(
     """Inputs that may lie at the host between runs, and the results that are their next values.
 
     By their numbers among the values: the number of the input, and that of the result. A result that has
-    another use, what a kernel takes only where the caller has it, and what is not worth a copy stays. Hazard:
-    of single numbers at the host, bits were lost from the third run on, for a reason that is not known.
+    another use, and what a kernel takes only where the caller has it, stays.
     """
     number = {node: at for at, node in enumerate(works.nodes)}
     wanted = Counter(base(node) for node in state.wanted)
@@ -241,7 +240,7 @@ def _state(
     result: dict[int, tuple[int, int | None]] = {}
     for at in sorted(target.budget.state) if target.budget else ():
         node, new = state.inputs[at], next_value.get(at)
-        if node not in number or node in wanted or node in fixed or node.nbytes <= ALIGNMENT:
+        if node not in number or node in wanted or node in fixed:
             continue
         if new is None:
             result[number[node]] = at, None

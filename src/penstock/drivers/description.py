@@ -31,7 +31,7 @@ _COMMON: dict[str, Any] = {
 }
 _GPU: dict[str, Any] = {"vector_width": 1}
 _CPU: dict[str, Any] = {"vector_width": 8, "shared_memory": True}
-_CUDA: dict[str, Any] = {"matmul_library": True, "tensor_cores": True, "clusters": True}
+_CUDA: dict[str, Any] = {"matmul_library": True, "tensor_cores": True, "clusters": True, "offloads": True}
 _WGSL: dict[str, Any] = {"float64": False, "int64": False, "max_buffers": 8, "binding_bytes": 128 << 20}
 # Of the fields of Capabilities, as they are written.
 _TYPES: dict[str, type[Any]] = {"str": str, "int": int, "bool": bool}

@@ -89,7 +89,7 @@ class Executable:
         self._current: list[_Segment | Step | Copy] = []  # those of the last run
         if not self._run_buffers.fused:
             self._segments[()] = self._bound(())
-        self._offloads = device.capabilities.offloads  # so that inputs may lie at the host
+        self._layers = device.layers()
         self._arena_bytes = schedule.arena_bytes
         self._output_bytes = [schedule.buffers[output].nbytes for output in schedule.outputs]
         # All launches, if they are a single sequence in which each buffer is its own argument.
@@ -124,7 +124,7 @@ class Executable:
 
         `aliases` names wanted values that are written over inputs. Some, `schedule.hosted`, lie at the host.
         """
-        if self._offloads:
+        if self._layers.hosts_state:
             inputs = on_device(inputs, self.schedule.hosted, self.device)
         if self._direct is not None and aliases is None:
             with self.device.running:
@@ -213,12 +213,14 @@ class Executable:
     @property
     def runner(self) -> RunProgram:
         """What runs it without aliases while `device.running` is held, with little before a launch."""
-        return self.run if self._direct is None or self._offloads else self._run_direct
+        return self.run if self._direct is None else self._run_direct
 
     def _run_direct(self, inputs: Sequence[Buffer], numbers: Sequence[Any]) -> list[Buffer]:
         """The same for a single launch, which gets all of its arguments: there is nothing to compare."""
         device, launch = self.device, self._direct
         assert launch is not None
+        if self._layers.hosts_state:
+            inputs = on_device(inputs, self.schedule.hosted, device)
         self.wrote = False  # nor will it be: nothing is written but new buffers
         if self._has_arenas:
             arena, *more_arenas = self._arenas()

@@ -143,7 +143,8 @@ class MergedCalls:
             tuple(self._constants),
             sum(call.work for call in calls),
             Touched(tuple(reads), writes),
-            cost=merged([call.source.name for call in calls], [call.cost for call in calls]),
+            tuple(part for call in calls for part in call.scratch),
+            merged([call.source.name for call in calls], [call.cost for call in calls]),
         )
 
 

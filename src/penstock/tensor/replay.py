@@ -259,9 +259,10 @@ class Captured:
         if not inputs or None in inputs:
             inputs = [self._node(source, arguments).value for source in self.inputs]
         program: Any = self.program
-        if self.device.capabilities.offloads and self.device.dispatcher is None and program is not None:
+        if self.device.dispatcher is None and program is not None:
             hosted = program.schedule.hosted
-            if any(buffer.hosted != (at in hosted) for at, buffer in enumerate(inputs)):
+            at_the_host = hosted or self.device.layers().hosts_state
+            if at_the_host and any(buffer.hosted != (at in hosted) for at, buffer in enumerate(inputs)):
                 inputs.clear()  # which would keep the old memory from use
                 nodes = [self._node(source, arguments) for source in self.inputs]
                 settle(nodes, hosted, self.device)

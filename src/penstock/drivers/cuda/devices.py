@@ -55,6 +55,7 @@ def cuda_capabilities(device: int) -> Capabilities:
         matmul_library=find_spec("nvmath") is not None,
         tensor_cores=major >= 8,
         clusters=major >= 9,
+        offloads=True,
     )
 
 
