@@ -174,3 +174,22 @@ def test_tiles_fit_into_the_memory_of_a_workgroup(dtype: type) -> None:
     text = source(total, Imagined().capabilities)
     assert "__shared__" in text
     compile_text(text, "sm_90")  # refuses what is too much
+
+
+@given(st.data())
+@settings(max_examples=examples(12, 4), deadline=None)
+def test_large_tiles_and_items_that_are_no_neighbours(device: Device, data: st.DataObject) -> None:
+    rows, columns = (data.draw(st.integers(256, 330)) for _ in range(2))
+    dtype = data.draw(st.sampled_from((np.float32, np.float16, np.uint8, np.int64)))
+    x = values((rows, columns), dtype)
+    top, left = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 5))
+    index = RNG.integers(0, rows, rows + 5)
+    given_x, given_index = ps.asarray(x, device=device), ps.asarray(index, device=device)
+    for result, expected in (
+        (given_x.T + 1, x.T + dtype(1)),
+        (given_x[top:, left:], x[top:, left:]),
+        (given_x[top::2, left:] * 2, x[top::2, left:] * dtype(2)),
+        (ps.take(given_x, given_index, axis=0), x[index]),
+        (ps.take(given_x, given_index % columns, axis=1), x[:, index % columns]),
+    ):
+        np.testing.assert_array_equal(result.numpy(), expected, strict=True)

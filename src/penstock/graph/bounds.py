@@ -19,7 +19,7 @@ from penstock.graph.creating import POSITIONS, SEQUENCE
 from penstock.graph.dtypes import uint32, uint64
 from penstock.graph.elementwise import CAST, FULL, cast
 from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape, same
-from penstock.graph.reducing import max_
+from penstock.graph.reducing import ARGSORT, max_
 from penstock.graph.shaping import concat, pad, reshape
 
 _CLAMPING: dict[str, Callable[[Iterable[int]], int]] = {"minimum": min, "maximum": max}
@@ -111,7 +111,7 @@ def known_range(index: Node, spans: bool = True) -> tuple[int, int] | None:
     if primitive is SEQUENCE:
         ends = given["start"], given["start"] + given["step"] * max(given["count"] - 1, 0)
         return _fitting(index, min(ends), max(ends))
-    if primitive.kind is Kind.SORT:
+    if primitive is ARGSORT:
         return 0, max(index.shape[given["axis"]] - 1, 0)
     if primitive.name in _CLAMPING and index.dtype.kind in "iu" and index.inputs:
         limits = np.iinfo(np.dtype(index.dtype))

@@ -237,14 +237,26 @@ def _argsort_reference(x: Array, axis: int, descending: bool) -> Array:
     return np.flip(last - np.argsort(np.flip(x, axis), axis, kind="stable"), axis)
 
 
+def _sort_reference(x: Array, axis: int, descending: bool) -> Array:
+    return np.take_along_axis(x, _argsort_reference(x, axis, descending), axis)
+
+
 ARGSORT = Primitive(
     "argsort", Kind.SORT, lambda x, axis, descending: (x.shape, INDEX), _argsort_reference, weight=16
+)
+SORT = Primitive(
+    "sort", Kind.SORT, lambda x, axis, descending: (x.shape, x.dtype), _sort_reference, weight=16
 )
 
 
 def argsort(x: Node, axis: int, descending: bool) -> Node:
     """The indices that sort `x`; equal items keep their order."""
     return Node(ARGSORT, (x,), {"axis": axis, "descending": descending})
+
+
+def sort(x: Node, axis: int, descending: bool) -> Node:
+    """The sorted items of `x`, without a gradient; equal items keep their order."""
+    return Node(SORT, (x,), {"axis": axis, "descending": descending})
 
 
 def count_true(condition: Node, axes: Axes) -> Node:

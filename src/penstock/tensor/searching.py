@@ -13,6 +13,7 @@ from penstock.tensor.composite import composite
 from penstock.tensor.core import Tensor, from_numpy, record
 from penstock.tensor.manipulation import take_along_axis
 from penstock.tensor.operands import Array, as_tensors
+from penstock.tensor.recording import recording
 
 
 @of_tensor
@@ -32,7 +33,9 @@ def argsort(x: Tensor, /, axis: int = -1, descending: bool = False, stable: bool
 def sort(x: Tensor, /, axis: int = -1, descending: bool = False, stable: bool = True) -> Tensor:
     """The sorted items along an axis."""
     _check_order("sort", x)
-    axes_of(x, axis, "sort")
+    (position,) = axes_of(x, axis, "sort")
+    if not (x.requires_grad and recording()):
+        return record(reducing.sort(x._node, position, descending), x)
     return take_along_axis(x, argsort(x, axis=axis, descending=descending), axis=axis)
 
 

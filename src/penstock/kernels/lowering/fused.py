@@ -6,6 +6,7 @@ from penstock.drivers.driver import Capabilities
 from penstock.fusion.groups import Group
 from penstock.fusion.index import SplitNeeded
 from penstock.fusion.kinds import GroupKind
+from penstock.graph.contraction import GATHER
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.dialects.c_expressions import has_vectors
 from penstock.kernels.lowering.column_loops import ColumnLoops
@@ -20,6 +21,7 @@ _ACCESS = 16  # bytes that a thread of a GPU reads or writes at once
 _WORD = 4  # the same in WGSL
 _MOST_BORDERS = 8  # that divide the loop of a CPU's kernel: its code is written out between each two
 _BUSY = 512  # threads per compute unit of a GPU; with fewer, it idles while it waits for memory
+_FEW_OUTPUTS = 4  # of a group whose results stay in registers until all are computed
 LOOPS: dict[GroupKind, type[LoopNest]] = {
     GroupKind.MAP: MapLoops,
     GroupKind.ROW: RowLoops,
@@ -30,7 +32,7 @@ LOOPS: dict[GroupKind, type[LoopNest]] = {
 def lower(group: Group, capabilities: Capabilities) -> Lowered:
     """The kernel of a group that has loops."""
     gpu = capabilities.vector_width == 1
-    lanes = _thread_lanes(group, capabilities) if gpu else _vector_lanes(group)
+    wanted = lanes = _thread_lanes(group, capabilities) if gpu else _vector_lanes(group)
     word_access = dialect_of(capabilities).word_access
     splits: list[tuple[str, int]] = []
     borders: set[tuple[str, int]] = set()  # of variables, which vectors must not cross
@@ -46,6 +48,8 @@ def lower(group: Group, capabilities: Capabilities) -> Lowered:
                     return tiled.build()
             nest = loops(group, capabilities, lanes, splits, merges)
             nest.borders = borders
+            if gpu and group.kind.is_map:
+                nest.turns = _turns(group, lanes, wanted, capabilities)
             return nest.build()
         except BorderCrossed as crossed:
             known = len(borders)
@@ -81,3 +85,17 @@ def _thread_lanes(group: Group, capabilities: Capabilities) -> int:
     while group.kind.is_map and lanes > 1 and size // lanes < _BUSY * capabilities.compute_units:
         lanes //= 2
     return lanes
+
+
+def _turns(group: Group, lanes: int, wanted: int, capabilities: Capabilities) -> int:
+    """How many vectors a thread of a GPU computes, each as far from the last as a workgroup is wide.
+
+    Where items are no neighbours in memory, as many as it would have as neighbours. Two where it must wait for
+    an index before it can read.
+    """
+    turns = wanted // lanes
+    if turns == 1 and any(node.primitive is GATHER for node in group.nodes):
+        turns = 2
+    size = max(node.size for node in group.outputs) // lanes
+    busy = size // turns >= _BUSY * capabilities.compute_units
+    return turns if busy and len(group.outputs) <= _FEW_OUTPUTS else 1

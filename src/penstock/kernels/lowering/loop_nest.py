@@ -47,6 +47,7 @@ class LoopNest:
         self.max_threads = capabilities.max_group_size
         self.local_bytes = min(capabilities.local_bytes, _KEPT_BYTES)
         self.lanes = lanes
+        self.turns = 1  # of a GPU's thread of a map: items, or vectors of neighbours, that it computes
         self.borders: Set[tuple[str, int]] = set()  # of variables, which vectors must not cross
         self._splits = splits
         self._lengths: dict[str, int] = {}

@@ -7,7 +7,7 @@ from itertools import pairwise
 from penstock.fusion.index import Index, flat, variable
 from penstock.kernels import ir
 from penstock.kernels.lowering.loop_nest import GROUP_THREADS, LoopNest, Lowered, unflattened
-from penstock.kernels.lowering.values import LanesImpossible, merged
+from penstock.kernels.lowering.values import LanesImpossible, Value, merged
 
 _SECTOR = 32  # bytes that a GPU reads or writes at least
 _NEIGHBOURS = 32  # threads whose accesses are combined
@@ -21,7 +21,8 @@ class MapLoops(LoopNest):
         self._names, self._place = self.axes("a", self._shape)
         self._number = flat(self._place, self._shape)
 
-    def _body(self) -> None:
+    def _results(self) -> list[tuple[int, Value, Index]]:
+        """Compute the items of all outputs: their numbers, values and indices."""
         results = []
         for at, node in enumerate(self.group.outputs):
             if node.shape == self._shape:
@@ -29,7 +30,10 @@ class MapLoops(LoopNest):
             else:
                 value = self.emitter.at_number(node, self._number)
             results.append((at, value, self._number))
-        self.store(results)
+        return results
+
+    def _body(self) -> None:
+        self.store(self._results())
 
     def build(self) -> Lowered:
         emitter, kernel = self.emitter, self.emitter.kernel
@@ -106,19 +110,56 @@ class MapLoops(LoopNest):
 
     def _by_threads(self, names: list[str]) -> Lowered:
         emitter, kernel = self.emitter, self.emitter.kernel
-        size = self.count(names) // self.lanes
+        size, turns = self.count(names) // self.lanes, self.turns
         self.take_lanes(names)
-        kernel.grid, kernel.group = (-(-size // GROUP_THREADS),), (GROUP_THREADS,)
-        kernel.body = [ir.Let("item", ir.WORKGROUP * GROUP_THREADS + ir.THREAD)]
+        kernel.grid, kernel.group = (-(-size // (GROUP_THREADS * turns)),), (GROUP_THREADS,)
         emitter.depth_of.update(dict.fromkeys(names, 1))
+        if turns > 1:
+            kernel.body = self._in_turns(names, size)
+            return self.lowered()
         self._body()
-        order = [(name, (self.lanes if emitter.lane_steps.get(name) else 1)) for name in self._order(names)]
-        variables = [(name, self.count([name]) // lanes, lanes) for name, lanes in order]
-        body = [*unflattened(ir.Var("item"), variables), *emitter.bodies[0], *emitter.leave()]
-        # Unsigned, because the last workgroup may reach beyond the largest int32.
-        inside = ir.Var("item").cast("uint32") < ir.Const(size, ir.Type("uint32"))
-        kernel.body += [ir.If(inside, body)] if size % GROUP_THREADS else body
+        body = [*self._place_of_item(names), *emitter.bodies[0], *emitter.leave()]
+        item = ir.Let("item", ir.WORKGROUP * GROUP_THREADS + ir.THREAD)
+        kernel.body = [item, *_below(size, body, GROUP_THREADS)]
         return self.lowered()
+
+    def _place_of_item(self, names: list[str]) -> list[ir.Statement]:
+        """Compute variables from the number of an item; once the loads are known, by which they are ordered."""
+        steps = self.emitter.lane_steps
+        order = [(name, (self.lanes if steps.get(name) else 1)) for name in self._order(names)]
+        variables = [(name, self.count([name]) // lanes, lanes) for name, lanes in order]
+        return unflattened(ir.Var("item"), variables)
+
+    def _in_turns(self, names: list[str], size: int) -> list[ir.Statement]:
+        """Several items of a thread, a workgroup's width apart: all are computed before any is stored.
+
+        No compiler moves a load before a store that might change what it reads.
+        """
+        emitter, turns, lanes = self.emitter, self.turns, self.lanes
+        turn, slot = ir.Var("turn"), variable("slot")
+        emitter.depth_of["slot"], emitter.variables.lengths["slot"] = 1, turns * lanes
+        kept: list[tuple[int, str, ir.Type, Index]] = []
+        for at, value, index in self._results():
+            array, kind = emitter.name("result"), ir.Type(value.type.dtype, lanes)
+            emitter.store(array, kind.dtype, slot, emitter.widened(value, lanes), lanes)
+            kept.append((at, array, kind, index))
+        place = self._place_of_item(names)
+        number = (ir.WORKGROUP * turns + turn) * GROUP_THREADS + ir.THREAD
+
+        def each(statements: list[ir.Statement]) -> ir.Statement:
+            body = _below(size, [*place, *statements], GROUP_THREADS * turns)
+            counts = [ir.Let("item", number), ir.Let("slot", turn * lanes)]
+            return ir.loop("turn", 0, turns, [*counts, *body], unrolled=turns)
+
+        computed = each(emitter.leave())
+        self.store(
+            [
+                (at, emitter.let(ir.Load(kind, array, kind.dtype, ir.Var("slot"), int(lanes > 1)), 1), index)
+                for at, array, kind, index in kept
+            ]
+        )
+        arrays = [ir.RegisterArray(array, kind.dtype, turns * lanes) for _, array, kind, _ in kept]
+        return [*emitter.bodies[0], *arrays, computed, each(emitter.leave())]
 
     def _order(self, names: list[str]) -> list[str]:
         """The order of variables in which neighbouring threads access neighbouring items most.
@@ -146,3 +187,10 @@ class MapLoops(LoopNest):
         if not best or self.count([best]) < _NEIGHBOURS:
             return names
         return [*(name for name in names if name != best), best]
+
+
+def _below(size: int, body: list[ir.Statement], together: int) -> list[ir.Statement]:
+    """Statements for an item, if it is one of `size`, which workgroups divide into parts of `together`."""
+    # Unsigned, because the last workgroup may reach beyond the largest int32.
+    inside = ir.Var("item").cast("uint32") < ir.Const(size, ir.Type("uint32"))
+    return [ir.If(inside, body)] if size % together else body

@@ -17,6 +17,9 @@ _SHORTEST = CROSSED_AXIS  # axis that is worth a tile
 _LINE = 64  # bytes of a result's row in the tile of a CPU: a cache line
 _HEIGHT = 128  # neighbours along an input's row in the tile of a CPU
 _SIDE = 32  # of the tile of a GPU
+_WIDE_SIDE = 64  # the same where there is enough work for workgroups of `_WIDE_THREADS`
+_WIDE_THREADS = 512
+_GROUPS = 8  # such workgroups for each compute unit
 _MOST_COPIES = 3  # inputs whose tiles stay in a CPU's first-level cache
 # An 8 x 8 block is transposed in three rounds: pairs of rows to shuffle, and the lanes of the two results.
 _PAIRS = (
@@ -56,14 +59,18 @@ class TiledLoops(MapLoops):
             return False
         self._other = max(copies, key=lambda name: len(copies[name]))
         ordered = sorted(copies[self._other], key=lambda copy: (copy[0], str(copy[1])))
-        self._copied = self._fitting(ordered) if self.gpu else ordered[:_MOST_COPIES]
+        self._copied = self._fitting(ordered, _SIDE) if self.gpu else ordered[:_MOST_COPIES]
+        tiles = self.count(names) // _WIDE_SIDE**2
+        wide = tiles >= _GROUPS * self.units and self.max_threads >= _WIDE_THREADS
+        wide = wide and self._fitting(ordered, _WIDE_SIDE) == self._copied
+        self._side, self._threads = (_WIDE_SIDE, _WIDE_THREADS) if wide else (_SIDE, GROUP_THREADS)
         return bool(self._copied)
 
-    def _fitting(self, copies: Sequence[tuple[int, Index]]) -> list[tuple[int, Index]]:
+    def _fitting(self, copies: Sequence[tuple[int, Index]], side: int) -> list[tuple[int, Index]]:
         """The copies whose tiles fit into local memory."""
         result, room = [], self.local_bytes
         for number, index in copies:
-            room -= np.dtype(computed_dtype(self.group.inputs[number])).itemsize * _SIDE * (_SIDE + 1)
+            room -= np.dtype(computed_dtype(self.group.inputs[number])).itemsize * side * (side + 1)
             if room >= 0:
                 result.append((number, index))
         return result
@@ -86,7 +93,7 @@ class TiledLoops(MapLoops):
         self._sides = {self._other: _HEIGHT, self._last: max(8, _LINE // itemsize)}
         pad = 0
         if self.gpu:
-            self._sides = dict.fromkeys((self._other, self._last), _SIDE)
+            self._sides = dict.fromkeys((self._other, self._last), self._side)
             pad = 1  # avoids bank conflicts along columns
         width = self._sides[self._last] + pad
         for name in self._sides:
@@ -208,11 +215,11 @@ class TiledLoops(MapLoops):
     def _by_groups(self) -> Lowered:
         emitter, kernel = self.emitter, self.emitter.kernel
         names, (high, wide) = self._outside()
-        kernel.grid, kernel.group = (self.count(names) * high * wide,), (GROUP_THREADS,)
+        kernel.grid, kernel.group = (self.count(names) * high * wide,), (self._threads,)
         kernel.body = [
             *self._begin(ir.WORKGROUP),
-            ir.Let("lane", ir.THREAD % _SIDE),
-            ir.Let("line", ir.THREAD // _SIDE),
+            ir.Let("lane", ir.THREAD % self._side),
+            ir.Let("line", ir.THREAD // self._side),
         ]
         emitter.depth_of.update(dict.fromkeys(self._sides, 1))
         copies: list[ir.Statement] = []
@@ -229,10 +236,10 @@ class TiledLoops(MapLoops):
 
     def _each(self, far: str, near: str, body: list[ir.Statement]) -> ir.Statement:
         """Each thread's part of a tile; neighbouring threads are neighbours along the variable `near`."""
-        rows = GROUP_THREADS // _SIDE
+        side, rows = self._side, self._threads // self._side
         turn = ir.Var(f"{far}begin") + ir.Var("turn") * rows + ir.Var("line")
         places = [ir.Let(far, turn), ir.Let(near, ir.Var(f"{near}begin") + ir.Var("lane"))]
-        bounds = [ir.Var(name) < self._lengths[name] for name in (far, near) if self._lengths[name] % _SIDE]
+        bounds = [ir.Var(name) < self._lengths[name] for name in (far, near) if self._lengths[name] % side]
         inside = [ir.If(ir.all_of(bounds), body)] if bounds else body
-        turns = _SIDE // rows
+        turns = side // rows
         return ir.loop("turn", 0, turns, [*places, *inside], unrolled=turns)

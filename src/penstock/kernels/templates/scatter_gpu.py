@@ -22,8 +22,8 @@ from penstock.kernels.dialects import dialect_of
 from penstock.kernels.dialects.dialect import MANY_STEPS
 from penstock.kernels.ir.expressions import Expr, Var
 from penstock.kernels.source import WORD, KernelSource
+from penstock.kernels.templates.bitonic import sort_in_local_memory
 from penstock.kernels.templates.launches import group_size
-from penstock.kernels.templates.sort import bitonic_sort
 
 _THREADS = 512  # of a workgroup
 _TILE = 32  # threads that add up a row
@@ -158,7 +158,7 @@ class _Scatter:
             k.assign(padded, padded * 2)
         with k.loop("i", listed + k.thread, padded, self.threads) as i:
             k.store(self.keys, i, (1 << (64 if self.key == "uint64" else 32)) - 1)
-        bitonic_sort(k, [self.keys], padded, self.threads)
+        sort_in_local_memory(k, [self.keys], padded, self.threads)
 
     def _find_starts(self, listed: Var) -> None:
         """Where the keys of each row begin."""

@@ -1,8 +1,9 @@
-"""Argsort: the indices that sort rows; equal items keep their order.
+"""Sort and argsort: the sorted items of rows, or their indices; equal items keep their order.
 
 Items of every dtype are sorted by keys: unsigned integers in the same order. A pair is a key and the item's
 index in its row. A thread sorts a short row by insertion; a workgroup of a GPU sorts a row that fits into
-local memory by a bitonic network. Other rows are sorted by radix: digit by digit, each pass being stable.
+local memory by a bitonic network (`bitonic.py`). Other rows are sorted by radix: digit by digit, each pass
+being stable.
 
 Keys are words of 32 bits on a GPU, the lowest first, and of up to 64 on a CPU. A pair in a GPU's memory is
 the index, followed by the words of the key.
@@ -14,16 +15,17 @@ from collections.abc import Sequence
 
 from penstock.drivers.driver import Capabilities
 from penstock.graph.node import Node
+from penstock.graph.reducing import SORT
 from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.ir.expressions import Binary, Const, Expr, Operand, Type, Var
 from penstock.kernels.source import KernelSource
+from penstock.kernels.templates.bitonic import EACH, RegisterSort, greater, local_words
 from penstock.kernels.templates.launches import (
     CPU_SHARES,
     Launch,
     Lowering,
     Tasks,
     along,
-    group_size,
     is_cpu,
     one_launch,
 )
@@ -33,13 +35,14 @@ _DIGITS = 256  # values of a digit, which is a byte; on a GPU a thread for each
 _BLOCK = 2048  # items that a workgroup counts and scatters
 _INSERTED_ON_CPU = 32  # items of the longest row sorted by insertion
 _INSERTED_ON_GPU = 16
-_LOCAL_BYTES = 32768  # that every GPU has
+_LONGEST = 1 << 12  # row that a workgroup sorts: of 256 threads, which every GPU has
+_FEW_THREADS = 128  # of a workgroup that sorts several short rows
 _WORD = 4  # bytes
 _MOST_WORDS = 1 << 31  # of all pairs, so that indices are int32
 
 
 def sort(node: Node, capabilities: Capabilities) -> Lowering | None:
-    """Kernels of `argsort`; None where workgroups are too small or indices too large."""
+    """Kernels of `sort` and `argsort`; None where workgroups are too small or indices too large."""
     rows = _Rows(node, capabilities)
     if rows.length <= (_INSERTED_ON_CPU if is_cpu(capabilities) else _INSERTED_ON_GPU):
         return one_launch(_insertion(rows, capabilities))
@@ -47,9 +50,9 @@ def sort(node: Node, capabilities: Capabilities) -> Lowering | None:
         slots = min(rows.count, CPU_SHARES * capabilities.compute_units)
         scratch = slots * 2 * rows.length * rows.pair * 8
         return Lowering((Launch(_row_by_row(rows, slots, capabilities), (0, 2, 1)),), (scratch,))
-    padded = 1 << (rows.length - 1).bit_length()
-    if padded * rows.pair * _WORD <= min(_LOCAL_BYTES, capabilities.local_bytes):
-        return one_launch(_in_local_memory(rows, padded, capabilities))
+    shares = _Shares(rows, capabilities)
+    if shares.fit:
+        return one_launch(_in_registers(rows, shares, capabilities))
     small = capabilities.max_group_size < _DIGITS or capabilities.local_bytes < _BLOCK * _WORD
     if small or rows.count * rows.length * rows.pair > _MOST_WORDS:
         return None
@@ -74,6 +77,8 @@ class _Rows:
         self._kind, self._descending = dtype.kind, node.attributes["descending"]
         self._bits = 8 * self.bytes // self.words  # of the highest word
         self.largest = Const((1 << self._bits) - 1, Type(self.word))
+        self._values = node.primitive is SORT
+        self.result = self.dtype if self._values else "int64"
 
     def index(self, row: Expr, position: Expr) -> Expr:
         """The index of an item of a row."""
@@ -86,8 +91,19 @@ class _Rows:
         """The key of an item, the lowest word first."""
         index, x = self.index(row, position), k.inputs[0]
         places = [index * 2, index * 2 + 1] if self.words == 2 else [index]
-        bits = [k.let(f"bits_{n}", k.load(x, place).cast(self.word)) for n, place in enumerate(places)]
-        return [k.let(f"key_{n}", word) for n, word in enumerate(self._ordered(k, bits))]
+        bits = [k.let(k.fresh("bits"), k.load(x, place).cast(self.word)) for place in places]
+        return [k.let(k.fresh("key"), word) for word in self._ordered(k, bits)]
+
+    def store(self, k: KernelBuilder, row: Expr, position: Expr, place: Expr) -> None:
+        """Store what is sorted to a position: the item of the row that was at a place, or that place."""
+        to, y = self.index(row, position), k.outputs[0]
+        if not self._values:
+            k.store(y, to, place)
+            return
+        source = self.index(row, place)
+        for word in range(self.words):
+            item = k.load(k.inputs[0], source * self.words + word)
+            k.store(y, to * self.words + word, k.let(k.fresh("bits"), item))
 
     def _ordered(self, k: KernelBuilder, bits: Sequence[Expr]) -> Sequence[Expr]:
         """The bits of an item as an unsigned integer in the order of the items' values."""
@@ -100,8 +116,8 @@ class _Rows:
             # NaNs are the largest; -0 equals 0; the order of negative numbers is that of their inverted bits.
             zeros = [Const(0, Type(self.word)) for _ in low]
             infinity = 0xFF << 24 if self.bytes == 4 else 0x7FF << self._bits - 11  # without its sign
-            is_nan = _greater([*low, high << 1], [*zeros, Const(infinity, Type(self.word))])
-            is_negative = _greater(bits, [*zeros, sign])
+            is_nan = greater([*low, high << 1], [*zeros, Const(infinity, Type(self.word))])
+            is_negative = greater(bits, [*zeros, sign])
             ordered = [
                 k.select(is_nan, self.largest, k.select(is_negative, ~word, positive))
                 for word, positive in zip(bits, [*low, high | sign], strict=True)
@@ -109,80 +125,112 @@ class _Rows:
         return [word ^ self.largest for word in ordered] if self._descending else ordered
 
 
-def _greater(left: Sequence[Expr], right: Sequence[Expr]) -> Expr:
-    """Whether an unsigned integer is greater than another, given their words, the lowest first."""
-    result = left[0] > right[0]
-    for a, b in zip(left[1:], right[1:], strict=True):
-        result = (a > b) | (a.eq(b) & result)
-    return result
-
-
 def _insertion(rows: _Rows, capabilities: Capabilities) -> KernelSource:
     """A task for each row."""
     n, tasks = rows.length, Tasks(rows.count, capabilities)
-    k = KernelBuilder("sort_short_rows", capabilities, ["int64"], [rows.dtype])
+    k = KernelBuilder("sort_short_rows", capabilities, [rows.result], [rows.dtype])
     with tasks.each(k) as row:
         keys = [k.registers(f"keys_{word}", rows.word, n) for word in range(rows.words)]
         places = k.registers("places", "int32", n)
         with k.loop("i", 0, n) as i:
             key = rows.key(k, row, i)
             j = k.variable("j", i)
-            with k.repeat((j > 0) & _greater([k.load(words, j - 1) for words in keys], key)):
+            with k.repeat((j > 0) & greater([k.load(words, j - 1) for words in keys], key)):
                 for array in (*keys, places):
                     k.store(array, j, k.load(array, j - 1))
                 k.assign(j, j - 1)
             for array, value in zip((*keys, places), (*key, i), strict=True):
                 k.store(array, j, value)
         with k.loop("i", 0, n) as i:
-            k.store(k.outputs[0], rows.index(row, i), k.load(places, i))
+            rows.store(k, row, i, k.let("place", k.load(places, i)))
     return k.source(tasks.grid, tasks.group)
 
 
-def _in_local_memory(rows: _Rows, padded: int, capabilities: Capabilities) -> KernelSource:
-    """For a GPU: a workgroup sorts a row, padded at the end, by a bitonic network."""
-    threads = group_size(padded // 2, capabilities)
-    k = KernelBuilder("sort_row", capabilities, ["int64"], [rows.dtype])
-    places = k.shared("places", "uint32", padded)
-    keys = [k.shared(f"keys_{word}", "uint32", padded) for word in range(rows.words)]
-    with k.loop("i", k.thread, padded, threads) as i:
-        k.store(places, i, i.cast("uint32"))
-        for array in keys:
-            k.store(array, i, rows.largest)
-        with k.when(i < rows.length):
-            for array, word in zip(keys, rows.key(k, k.group(), i), strict=True):
-                k.store(array, i, word)
-    bitonic_sort(k, (places, *keys), padded, threads)
-    with k.loop("i", k.thread, rows.length, threads) as i:
-        k.store(k.outputs[0], rows.index(k.group(), i), k.load(places, i).cast("int32"))
-    return k.source((rows.count,), (threads,))
+class _Shares:
+    """For a GPU: the rows of a workgroup, each padded at its end to 2^`bits` items, and their threads."""
+
+    def __init__(self, rows: _Rows, capabilities: Capabilities) -> None:
+        self.bits = (rows.length - 1).bit_length()
+        word_bits = 8 * rows.bytes // rows.words
+        self.passes_of_word = -(-word_bits // (32 - self.bits))
+        self.passes = rows.words * self.passes_of_word
+        self.threads = max(1, (1 << self.bits) // EACH)  # of a row
+        self.rows = max(1, _FEW_THREADS // self.threads)
+        while self.rows > 1 and (self.rows >= 2 * rows.count or not self._fit(capabilities, False)):
+            self.rows //= 2
+        small = rows.length <= _LONGEST and self.threads <= capabilities.max_group_size
+        self.fit = small and self._fit(capabilities, False)
+        self.padded = self._fit(capabilities, True)
+
+    def _fit(self, capabilities: Capabilities, padded: bool) -> bool:
+        """Whether local memory holds the words to sort and, for more than one pass, their order."""
+        items = self.rows << self.bits
+        words = local_words(items, padded) + (items if self.passes > 1 else 0)
+        return words * _WORD <= capabilities.local_bytes
 
 
-def bitonic_sort(k: KernelBuilder, arrays: Sequence[Memory], length: Operand, threads: int) -> None:
-    """Sort unsigned integers in local memory, given the arrays of their words, the lowest first.
+def _in_registers(rows: _Rows, shares: _Shares, capabilities: Capabilities) -> KernelSource:
+    """For a GPU: a workgroup sorts one or a few rows, in as many passes as its keys have digits.
 
-    The length is a power of two.
+    A pass sorts words of a digit and the item's place in the order before, so it is stable.
     """
-    half = length // 2
-    size = k.variable("size", 2)
-    with k.repeat(size <= length):
-        step = k.variable("step", size // 2)
-        with k.repeat(step > 0):
-            k.barrier()
-            with k.loop("i", k.thread, half, threads) as i:
-                low = k.let("low", i * 2 - (i & (step - 1)))
-                high = k.let("high", low + step)
-                a, b = (
-                    [k.let(f"{name}_{word}", k.load(array, at)) for word, array in enumerate(arrays)]
-                    for name, at in (("a", low), ("b", high))
-                )
-                falls = k.let("falls", _greater(a, b))
-                with k.when(falls.eq((low & size).eq(0))):
-                    for array, first, second in zip(arrays, a, b, strict=True):
-                        k.store(array, low, second)
-                        k.store(array, high, first)
-            k.assign(step, step // 2)
-        k.assign(size, size * 2)
-    k.barrier()
+    share, mask = shares.threads, (1 << shares.bits) - 1
+    k = KernelBuilder("sort_row", capabilities, [rows.result], [rows.dtype])
+    row, rank = k.let("row", k.group() * shares.rows + k.thread // share), k.let("rank", k.thread % share)
+    own = [rank + number * share for number in range(EACH)]
+
+    def is_inside(number: int) -> Expr:
+        inside = own[number] < rows.length
+        return inside & (row < rows.count) if rows.count % shares.rows else inside
+
+    keys = [[k.variable(k.fresh("key"), rows.largest) for _ in range(rows.words)] for _ in own]
+    for number, words in enumerate(keys):
+        with k.when(is_inside(number)):
+            for word, value in zip(words, rows.key(k, row, own[number]), strict=True):
+                k.assign(word, value)
+    network = RegisterSort(k, shares.bits, share * shares.rows, shares.padded)
+    places = [k.variable(f"place{number}", place) for number, place in enumerate(own)]
+    if shares.passes > 1:
+        _digit_by_digit(k, shares, network, keys, places)
+    else:
+        for item, (key,), place in zip(network.items, keys, places, strict=True):
+            k.assign(item, key << shares.bits | place.cast("uint32"))
+        network.sort()
+        for item, place in zip(network.items, places, strict=True):
+            k.assign(place, (item & mask).cast("int32"))
+    for number, place in enumerate(places):
+        with k.when(is_inside(number)):
+            rows.store(k, row, own[number], place)
+    return k.source((-(-rows.count // shares.rows),), (share * shares.rows,))
+
+
+def _digit_by_digit(
+    k: KernelBuilder,
+    shares: _Shares,
+    network: RegisterSort,
+    keys: Sequence[Sequence[Expr]],
+    places: Sequence[Var],
+) -> None:
+    """Passes over digits of keys; `places`, of items in their row, become those in the sorted order."""
+    bits, mask = shares.bits, (1 << shares.bits) - 1
+    order = k.shared("order", "int32", shares.rows << bits)
+    start = k.let("start", k.thread // shares.threads << bits)  # of the row in local memory
+    own = [start + k.thread % shares.threads + number * shares.threads for number in range(EACH)]
+    with k.loop("digit", 0, shares.passes, unrolled=1) as digit:
+        k.barrier()
+        shift = k.let("shift", (digit % shares.passes_of_word * (32 - bits)).cast("uint32"))
+        for words, place, at, spot in zip(keys, places, own, network.places(shares.threads), strict=True):
+            key = words[0] if len(words) == 1 else k.select(digit < shares.passes_of_word, *words)
+            k.store(network.memory, spot, key >> shift << bits)
+            k.store(order, at, place)
+        k.barrier()
+        for item, place, at in zip(network.items, places, own, strict=True):
+            rank = (at - start).cast("uint32")
+            k.assign(item, k.load(network.memory, network.place(start + place)) | rank)
+        k.barrier()
+        network.sort()
+        for item, place in zip(network.items, places, strict=True):
+            k.assign(place, k.load(order, start + (item & mask).cast("int32")))
 
 
 def _by_digits(rows: _Rows, capabilities: Capabilities) -> Lowering:
@@ -203,7 +251,7 @@ def _by_digits(rows: _Rows, capabilities: Capabilities) -> Lowering:
             Launch(sums, (4, 4)),
             Launch(place, (there, here, 4), (8 * digit,)),
         ]
-    launches.append(Launch(_storing(rows, capabilities), (0, 2 + rows.bytes % 2)))
+    launches.append(Launch(_storing(rows, capabilities), (0, 1, 2 + rows.bytes % 2)))
     pairs = rows.count * rows.length * rows.pair * _WORD
     return Lowering(tuple(launches), (pairs, pairs, 4 * rows.count * counts))
 
@@ -221,10 +269,10 @@ def _loading(rows: _Rows, capabilities: Capabilities) -> KernelSource:
 
 def _storing(rows: _Rows, capabilities: Capabilities) -> KernelSource:
     tasks = Tasks(rows.count * rows.length, capabilities)
-    k = KernelBuilder("store_places", capabilities, ["int64"], ["uint32"])
+    k = KernelBuilder("store_sorted", capabilities, [rows.result], [rows.dtype, "uint32"])
     with tasks.each(k) as task:
-        index = rows.index(task // rows.length, task % rows.length)
-        k.store(k.outputs[0], index, k.load(k.inputs[0], task * rows.pair).cast("int32"))
+        place = k.let("place", k.load(k.inputs[1], task * rows.pair).cast("int32"))
+        rows.store(k, task // rows.length, task % rows.length, place)
     return k.source(tasks.grid, tasks.group)
 
 
@@ -283,8 +331,8 @@ def _row_by_row(rows: _Rows, slots: int, capabilities: Capabilities) -> KernelSo
     64 bits is followed by the index.
     """
     n, each, size = rows.length, -(-rows.count // slots), rows.length * rows.pair
-    k = KernelBuilder("sort_rows", capabilities, ["int64", "uint64"], [rows.dtype])
-    y, memory = k.outputs
+    k = KernelBuilder("sort_rows", capabilities, [rows.result, "uint64"], [rows.dtype])
+    _, memory = k.outputs
     begin = k.let("begin", k.group() * each)
     end = k.let("end", k.call("minimum", begin + each, rows.count))
     pairs = k.pointer("pairs", memory, k.group().cast("int64") * (2 * size))
@@ -307,7 +355,7 @@ def _row_by_row(rows: _Rows, slots: int, capabilities: Capabilities) -> KernelSo
         with k.loop("i", 0, n) as i:
             last = k.load(pairs, Binary("+", source, i * rows.pair + (rows.pair - 1)))
             place = last if rows.pair == 2 else Binary(">>", last, Const(32))
-            k.store(y, rows.index(row, i), place.cast("int64"))
+            rows.store(k, row, i, k.let("place", place.cast("int32")))
     return k.source((-(-rows.count // each),), (1,))
 
 
