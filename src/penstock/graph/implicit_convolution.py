@@ -169,9 +169,7 @@ def _transpose_reference(
     return _to_end(transpose_reference(_from_end(x), usual, geometry, lengths))
 
 
-def _weight_reference(
-    x: Array, g: Array, geometry: Geometry, sizes: tuple[int, ...], tiled: bool
-) -> Array:
+def _weight_reference(x: Array, g: Array, geometry: Geometry, sizes: tuple[int, ...], tiled: bool) -> Array:
     result = weight_reference(_from_end(x), _from_end(g), geometry, sizes)
     return np.moveaxis(result, 1, -1) if tiled else np.moveaxis(result, (0, 1), (-1, -2))
 

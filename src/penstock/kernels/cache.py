@@ -149,4 +149,6 @@ def _signatures(sources: Sequence[KernelSource]) -> dict[str, tuple[str, ...]]:
 
 def whole_text(sources: Sequence[KernelSource], language: str) -> str:
     """The texts of kernels after the preludes that they use."""
-    return DIALECTS[language].whole_text(sources, {"attention_": ATTENTION_PRELUDE, "convolution_": CONVOLUTION_PRELUDE})
+    return DIALECTS[language].whole_text(
+        sources, {"attention_": ATTENTION_PRELUDE, "convolution_": CONVOLUTION_PRELUDE}
+    )

@@ -69,9 +69,7 @@ class _Writer:
         self._image = node.inputs[0]
         self._result = node.inputs[1] if self._by_weight else node  # the pixels for which windows are read
         groups = self._geometry.groups
-        self._channels, self._outputs = (
-            value.shape[-1] // groups for value in (self._image, self._result)
-        )
+        self._channels, self._outputs = (value.shape[-1] // groups for value in (self._image, self._result))
         self._inner = math.prod(self._sizes) * self._channels  # items of the windows of a group
         self._pixels = math.prod(self._result.shape[:-1])
         item = node.dtype.itemsize
@@ -152,9 +150,7 @@ class _Writer:
         share = -(-share // pixels) * pixels
         return -(-self._pixels // share), share
 
-    def _summed(
-        self, name: str, call: str, tiles: int, splits: int, threads: int, resident: int
-    ) -> Lowering:
+    def _summed(self, name: str, call: str, tiles: int, splits: int, threads: int, resident: int) -> Lowering:
         """The launch of all splits, which writes to scratch, and the launch that adds up what they wrote."""
         size = self._node.size
         parts = self._launch(name, call, tiles * splits, threads, resident, out="float32", number=3)
