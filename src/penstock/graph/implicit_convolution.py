@@ -29,6 +29,7 @@ _FEW_CHANNELS = 16  # of a group; with fewer, tiles of tensor cores are mostly e
 # Outputs up to which tiles are faster than written windows and a library. Writing and reading windows takes
 # as long for any number of outputs, and the library multiplies faster than the tiles here.
 _MOST_OUTPUTS = 256
+_MOST_TAPS = 64  # items of a window; a thread has a bit for each that says whether it is in the image
 _MOST_ITEMS = 1 << 30  # of a value, so that no index overflows an int32
 
 
@@ -56,7 +57,7 @@ def _tiled(node: Node, geometry: Geometry, capabilities: Capabilities) -> bool |
     aligned = all(count * node.dtype.itemsize % _READ_BYTES == 0 for count in (outputs, channels))
     if geometry.groups > 1 and max(outputs, channels) < _FEW_CHANNELS:
         return False if node.dtype in (float32, *HALF_PRECISION) else None
-    if not (rounded and aligned) or min(outputs, channels) < _FEW_CHANNELS:
+    if not (rounded and aligned) or min(outputs, channels) < _FEW_CHANNELS or math.prod(sizes) > _MOST_TAPS:
         return None
     along = zip(sizes, geometry.stride, geometry.dilation, strict=True)
     overlap = any((size - 1) * apart >= step for size, step, apart in along)

@@ -1,6 +1,7 @@
 // Items of images and weights: how they are read, multiplied and written. A word has two of 16 bits, or one.
 struct Bfloat16 {
     static constexpr int BYTES = 2;
+    static constexpr bool HALF = false;
     typedef ushort Bits;
     static __device__ __forceinline__ float widened(ushort bits) { return __uint_as_float((uint)bits << 16); }
     static __device__ __forceinline__ uint pair(float low, float high) {
@@ -18,6 +19,7 @@ struct Bfloat16 {
 };
 struct Float16 {
     static constexpr int BYTES = 2;
+    static constexpr bool HALF = true;
     typedef ushort Bits;
     static __device__ __forceinline__ float widened(ushort bits) {
         float x;

@@ -12,7 +12,7 @@ from penstock.graph.convolution_reference import Geometry
 from penstock.graph.dtypes import bfloat16, float16
 from penstock.graph.implicit_convolution import IMPLICIT_TRANSPOSE, IMPLICIT_WEIGHT, window_of
 from penstock.graph.node import Node
-from penstock.kernels.source import C_TYPES, KernelSource, head
+from penstock.kernels.source import KernelSource, head
 from penstock.kernels.templates.launches import Launch, Lowering
 
 _LOCAL_BYTES = 48 << 10
@@ -39,10 +39,14 @@ class _Tile:
         return 32 * math.prod(self.warps)
 
 
-_TILES = (_Tile(128, 128, (2, 4), 2), _Tile(128, 64, (2, 2), 3), _Tile(128, 32, (4, 1), 4))
-# Of the gradient by a weight, by the bytes of an item.
+# By the bytes of an item. Where a warp has 16 rows and all columns, four warps multiply together.
+_TILES = {
+    2: (_Tile(128, 128, (8, 1), 2), _Tile(128, 64, (8, 1), 3), _Tile(128, 32, (4, 1), 4)),
+    4: (_Tile(128, 128, (2, 4), 2), _Tile(128, 64, (2, 2), 3), _Tile(128, 32, (4, 1), 4)),
+}
+# The same for the gradient by a weight.
 _WEIGHT_TILES = {
-    2: (_Tile(128, 128, (2, 4), 2), _Tile(64, 128, (2, 4), 3), _Tile(32, 128, (1, 4), 4)),
+    2: (_Tile(128, 128, (8, 1), 2), _Tile(64, 128, (4, 2), 3), _Tile(32, 128, (1, 4), 4)),
     4: (_Tile(128, 64, (4, 2), 2), _Tile(64, 96, (2, 3), 4), _Tile(32, 96, (1, 3), 5)),
 }
 _STEP_PIXELS = (32, 16)  # of a stage: the first of which there are three stages
@@ -81,7 +85,7 @@ class _Writer:
 
     def tiles(self) -> Lowering:
         """A launch of tiles of pixels and channels."""
-        tile = _fitting(_TILES, self._outputs, lambda tile: tile.columns)
+        tile = _fitting(_TILES[self._item_bytes], self._outputs, lambda tile: tile.columns)
         stages = _stages(_STAGE_ROW * (tile.rows + tile.columns))
         phases, pixels = 1, self._pixels
         if self._node.primitive is IMPLICIT_TRANSPOSE:
@@ -116,8 +120,7 @@ class _Writer:
         """A launch for sums over parts of the pixels, and a launch that adds them up."""
         tile = _fitting(_WEIGHT_TILES[self._item_bytes], self._outputs, lambda tile: tile.rows)
         tiles = -(-self._outputs // tile.rows) * -(-self._inner // tile.columns) * self._geometry.groups
-        pad = 16 if self._item_bytes == 2 else 32
-        line = (tile.rows + tile.columns) * self._item_bytes + 2 * pad
+        line = sum(_line_bytes(side, self._item_bytes) for side in (tile.rows, tile.columns))
         pixels = next(pixels for pixels in _STEP_PIXELS if _stages(pixels * line) >= 3)
         stages = _stages(pixels * line)
         splits, share = self._splits(tiles, tile.resident, pixels)
@@ -188,10 +191,9 @@ class _Writer:
         name = f"convolution_{name}_{self._ending}"
         shape = f"shape_of_{name}"
         call = call.replace("TYPE", f"convolving::{self._type}").replace("SHAPE", shape)
-        declared = [[(dtype, given) for given, dtype in side.items()] for side in (outputs, inputs)]
-        text = f"{self._struct(shape)}{head(name, *declared)}    convolving::{call}\n}}\n"
+        written, read = ([(dtype, given) for given, dtype in side.items()] for side in (outputs, inputs))
+        text = f"{self._struct(shape)}{head(name, written, read)}    convolving::{call}\n}}\n"
         dtypes = (*outputs.values(), *inputs.values())
-        assert all(dtype in C_TYPES for dtype in dtypes)
         return KernelSource(name, text, dtypes, (), (grid,), (threads,), resident=resident)
 
     def _struct(self, name: str) -> str:
@@ -228,6 +230,11 @@ def _fitting(tiles: Sequence[_Tile], length: int, side: Callable[[_Tile], int]) 
     """The first tile along a side of which little is empty, or the last."""
     fits = (tile for tile in tiles if -length % side(tile) * 8 <= length)
     return next(fits, tiles[-1])
+
+
+def _line_bytes(width: int, item_bytes: int) -> int:
+    """The bytes of local memory that the channels of a pixel take: see `Lines` in `tiles.cu`."""
+    return -(-width // 64) * 128 if item_bytes == 2 else 4 * width + 32
 
 
 def _stages(nbytes: int) -> int:
