@@ -32,6 +32,7 @@ from penstock.graph.shaping import CONCAT, RESHAPE
 # The kinds of node that start a cluster of their own.
 _BEGUN_BY = {
     Kind.CONTRACTION: GroupKind.MATMUL,
+    Kind.CONVOLUTION: GroupKind.CONVOLUTION,
     Kind.ATTENTION: GroupKind.ATTENTION,
     Kind.PAGED_STEP: GroupKind.PAGED,
     Kind.OPAQUE: GroupKind.RAW,
@@ -114,7 +115,7 @@ class Clustering:
 
     def _read_whole(self, node: Node) -> Iterator[Node]:
         """The values that a node needs in memory; views that it cannot read through are stored."""
-        if self._stands_alone(node) or node.primitive.kind is Kind.OPAQUE:
+        if self._stands_alone(node) or node.primitive.kind in (Kind.OPAQUE, Kind.CONVOLUTION):
             yield from map(base, node.inputs)
         elif node.primitive.kind is Kind.PAGED_STEP:
             yield from map(base, node.inputs[3:])

@@ -46,6 +46,8 @@ class GroupKind(StrEnum):
     ATTENTION = ("attention",)
     # Attention to pages, and what computes its queries, keys and values.
     PAGED = ("paged",)
+    # A convolution of images with the channels last.
+    CONVOLUTION = "convolution", "reads_whole"
     # The outputs of a user's kernel.
     RAW = "raw", "reads_whole"
     # A single node, computed by a template or by NumPy.

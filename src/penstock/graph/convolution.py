@@ -2,16 +2,17 @@
 
 Three bilinear functions are each other's gradients: the convolution, its transpose, and the gradient by the
 weight, which is a sum over windows. Images are (batch, channels, ...), weights (outputs, channels of a group,
-window). No device has a kernel for them, so they are always decomposed: into products that read windows in
-place, or, where a library multiplies matrices, into products of matrices whose rows are windows with the
-channels last, which the library reads fastest. `channels_last` keeps what follows in that order.
+window). They are always decomposed: into primitives for images with the channels last, where a device has
+kernels for these (`implicit_convolution`); into products that read windows in place; or, where a library
+multiplies matrices, into products of matrices whose rows are windows with the channels last, which the
+library reads fastest. `channels_last` keeps what follows in that order.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.drivers.driver import Capabilities
@@ -28,10 +29,13 @@ from penstock.graph.convolution_reference import (
 from penstock.graph.creating import sequence
 from penstock.graph.dtypes import int32
 from penstock.graph.elementwise import full, greater, like, where
+from penstock.graph.implicit_convolution import channels_from_end, channels_to_end, implicit
 from penstock.graph.node import DType, Kind, Node, Primitive, Shape
 from penstock.graph.reducing import expand, reverse
 from penstock.graph.shaping import concat, pad, permute, reshape, slice_, slice_axis
 from penstock.graph.windows import overlap_add, window_count, windows
+
+Decomposition = Callable[[Node, Capabilities], Node]
 
 _FEW = 64  # windows of an image; with fewer, the images of a batch are columns of a single product
 _MOST_PHASES = 16  # products that a transpose with a stride is computed by
@@ -222,12 +226,12 @@ def _by_phases(x: Node, weight: Node, geometry: Geometry, lengths: tuple[int, ..
         )
         results.append(_turned(x, items, spacing, counts))
     if last:
-        results = [_channels_to_end(result) for result in results]
+        results = [channels_to_end(result) for result in results]
     whole = _interleaved(results, 1 if last else 2, geometry.stride)
     whole = slice_(
         whole, tuple((0, n, 1) for n in ((shape[0], *lengths, shape[1]) if last else (*shape[:2], *lengths)))
     )
-    return _channels_from_end(whole) if last else whole
+    return channels_from_end(whole) if last else whole
 
 
 def _interleaved(parts: Sequence[Node], first: int, stride: tuple[int, ...]) -> Node:
@@ -254,20 +258,12 @@ def _weight_in_place(x: Node, g: Node, geometry: Geometry, sizes: tuple[int, ...
 # Products of matrices whose rows are windows, with the channels last
 
 
-def _channels_to_end(x: Node) -> Node:
-    return permute(x, (0, *range(2, x.ndim), 1))
-
-
-def _channels_from_end(x: Node) -> Node:
-    return permute(x, (0, x.ndim - 1, *range(1, x.ndim - 1)))
-
-
 def _rows(x: Node, sizes: tuple[int, ...], geometry: Geometry) -> Node:
     """Every window as a row of a matrix: the channels of its first item, then of its second, and so on."""
     if _in_runs(x.shape[1], sizes, geometry):
         return _rows_of_runs(x, sizes, geometry)
     axes = len(sizes)
-    last = _channels_to_end(x)
+    last = channels_to_end(x)
     # Windows read the channels of an item together, so that they should be neighbours in memory.
     ordered = Node(BARRIER, (last,), {"ordered": True}) if math.prod(sizes) > 1 else last
     node = padded(ordered, geometry.padding, 1)
@@ -292,7 +288,7 @@ def _run(channels: int, sizes: tuple[int, ...]) -> int:
 def _rows_of_runs(x: Node, sizes: tuple[int, ...], geometry: Geometry) -> Node:
     """The same, with zeros after each run. The image is padded first, so that runs are read as they lie."""
     channels, axes, run = x.shape[1], len(sizes), _run(x.shape[1], sizes)
-    node = padded(_channels_to_end(x), geometry.padding, 1)
+    node = padded(channels_to_end(x), geometry.padding, 1)
     node = reshape(node, (*node.shape[:-2], node.shape[-2] * channels))
     node = padded(node, [(0, run - channels * sizes[-1])], axes)  # the last run is read beyond the image
     node = Node(BARRIER, (node,), {})
@@ -314,7 +310,7 @@ def _widened(matrix: Node) -> Node:
 
 
 def _weight_rows(weight: Node, geometry: Geometry) -> Node:
-    last, outputs, sizes = _channels_to_end(weight), weight.shape[0], weight.shape[2:]
+    last, outputs, sizes = channels_to_end(weight), weight.shape[0], weight.shape[2:]
     if not _in_runs(weight.shape[1], sizes, geometry):
         return _widened(reshape(last, (outputs, weight.size // outputs)))
     length, run = weight.shape[1] * sizes[-1], _run(weight.shape[1], sizes)
@@ -326,29 +322,29 @@ def _by_rows(x: Node, weight: Node, geometry: Geometry) -> Node:
     rows, matrix = _rows(x, weight.shape[2:], geometry), _weight_rows(weight, geometry)
     product = matmul(rows, permute(matrix, (1, 0)))
     counts = geometry.counts(x.shape[2:], weight.shape[2:])
-    return _channels_from_end(reshape(product, (x.shape[0], *counts, weight.shape[0])))
+    return channels_from_end(reshape(product, (x.shape[0], *counts, weight.shape[0])))
 
 
 def _transpose_by_rows(x: Node, weight: Node, geometry: Geometry, lengths: tuple[int, ...]) -> Node:
     """The transpose where windows do not overlap, or by sums over windows that are computed one by one."""
     sizes, axes = weight.shape[2:], len(lengths)
-    g = _channels_to_end(x)
+    g = channels_to_end(x)
     matrix = reshape(g, (g.size // g.shape[-1], g.shape[-1]))
-    last = _channels_to_end(weight)
+    last = channels_to_end(weight)
     product = matmul(matrix, reshape(last, (weight.shape[0], weight.size // weight.shape[0])))
     node = reshape(product, (*g.shape[:-1], *last.shape[1:]))
     order = [axis for at in range(axes) for axis in (1 + at, 1 + axes + at)]
     node = permute(node, (0, *order, node.ndim - 1))
     ends = reached(x.shape[2:], sizes, geometry)
     added = _added(node, 1, ends, geometry.stride, geometry.dilation)
-    return _channels_from_end(padded(added, _to_lengths(lengths, ends, geometry), 1))
+    return channels_from_end(padded(added, _to_lengths(lengths, ends, geometry), 1))
 
 
 def _weight_by_rows(x: Node, g: Node, geometry: Geometry, sizes: tuple[int, ...]) -> Node:
     if math.prod(sizes) > 1:
         # Behind a barrier, so that the rows are computed once more and not kept since the convolution.
         x = Node(BARRIER, (x, g), {})
-    rows, last = _rows(x, sizes, geometry), _channels_to_end(g)
+    rows, last = _rows(x, sizes, geometry), channels_to_end(g)
     matrix = reshape(last, (last.size // last.shape[-1], last.shape[-1]))
     product = matmul(permute(matrix, (1, 0)), rows)
     inner = x.shape[1] * math.prod(sizes)
@@ -356,7 +352,7 @@ def _weight_by_rows(x: Node, g: Node, geometry: Geometry, sizes: tuple[int, ...]
         length, run = x.shape[1] * sizes[-1], _run(x.shape[1], sizes)
         runs = reshape(product, (g.shape[1], product.shape[1] // run, run))
         product = reshape(slice_axis(runs, 2, 0, length), (g.shape[1], inner))
-    return _channels_from_end(reshape(slice_axis(product, 1, 0, inner), (g.shape[1], *sizes, x.shape[1])))
+    return channels_from_end(reshape(slice_axis(product, 1, 0, inner), (g.shape[1], *sizes, x.shape[1])))
 
 
 # The primitives
@@ -387,6 +383,11 @@ def _weight_parts(node: Node, capabilities: Capabilities) -> Node:
     (x, g), geometry, sizes = node.inputs, node.attributes["geometry"], node.attributes["sizes"]
     by_rows = _by_library(geometry, capabilities)
     return (_weight_by_rows if by_rows else _weight_in_place)(x, g, geometry, sizes)
+
+
+def _implicit_or(parts: Decomposition) -> Decomposition:
+    """The decomposition for kernels that read windows from the image, or this one."""
+    return lambda node, capabilities: implicit(node, capabilities) or parts(node, capabilities)
 
 
 def _operations(node: Node) -> int:
@@ -437,7 +438,7 @@ CONVOLUTION = Primitive(
     convolution_reference,
     _gradient,
     operations=_operations,
-    decompose=_convolution_parts,
+    decompose=_implicit_or(_convolution_parts),
 )
 CONVOLUTION_TRANSPOSE = Primitive(
     "convolution_transpose",
@@ -446,7 +447,7 @@ CONVOLUTION_TRANSPOSE = Primitive(
     transpose_reference,
     _transpose_gradient,
     operations=_operations,
-    decompose=_transpose_parts,
+    decompose=_implicit_or(_transpose_parts),
 )
 CONVOLUTION_WEIGHT = Primitive(
     "convolution_weight",
@@ -455,5 +456,5 @@ CONVOLUTION_WEIGHT = Primitive(
     weight_reference,
     _weight_gradient,
     operations=_operations,
-    decompose=_weight_parts,
+    decompose=_implicit_or(_weight_parts),
 )

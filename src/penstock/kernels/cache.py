@@ -12,6 +12,7 @@ from penstock.drivers.driver import Kernel
 from penstock.errors import CompileError
 from penstock.fusion.groups import Group
 from penstock.kernels.attention.prelude import ATTENTION_PRELUDE
+from penstock.kernels.convolution.prelude import CONVOLUTION_PRELUDE
 from penstock.kernels.dialects import DIALECTS, dialect_of
 from penstock.kernels.lower import Lowering, without_sizes, write
 from penstock.kernels.raw_source import refused
@@ -148,4 +149,6 @@ def _signatures(sources: Sequence[KernelSource]) -> dict[str, tuple[str, ...]]:
 
 def whole_text(sources: Sequence[KernelSource], language: str) -> str:
     """The texts of kernels after the preludes that they use."""
-    return DIALECTS[language].whole_text(sources, {"attention_": ATTENTION_PRELUDE})
+    return DIALECTS[language].whole_text(
+        sources, {"attention_": ATTENTION_PRELUDE, "convolution_": CONVOLUTION_PRELUDE}
+    )

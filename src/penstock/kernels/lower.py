@@ -21,6 +21,7 @@ from penstock.graph.node import Array, Kind, Node
 from penstock.graph.paged_attention import has_step_kernel
 from penstock.graph.reference import computed
 from penstock.kernels.attention.kernels import attention_kernels
+from penstock.kernels.convolution.kernels import convolution_kernels
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.library.cublaslt import library_launch
 from penstock.kernels.lowering.fused import LOOPS, lower
@@ -64,6 +65,8 @@ def fusible(node: Node, capabilities: Capabilities) -> bool:
     primitive, kind = node.primitive, node.primitive.kind
     if kind is Kind.OPAQUE:
         return True  # with the other outputs of its kernel
+    if kind is Kind.CONVOLUTION:
+        return True  # it was made where there is a kernel
     values = (node, *node.inputs)
     if not all(_has(str(value.dtype), capabilities) and 0 < value.size < MOST_ITEMS for value in values):
         return False
@@ -129,6 +132,7 @@ def _template(group: Group, capabilities: Capabilities, ending: str, varied: boo
 _LOWERINGS: dict[GroupKind, Callable[[Group, Capabilities, str, bool], Lowering | None]] = {
     **dict.fromkeys(LOOPS, _loops),
     GroupKind.MATMUL: _matmul,
+    GroupKind.CONVOLUTION: lambda group, can, ending, varied: convolution_kernels(group, can, ending),
     GroupKind.ATTENTION: lambda group, can, ending, varied: attention_kernels(group, ending),
     GroupKind.PAGED: lambda group, can, ending, varied: paged_group(group, can).named(ending),
     GroupKind.RAW: lambda group, can, ending, varied: one_launch(raw_source(group, can, ending)),

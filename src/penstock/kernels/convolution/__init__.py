@@ -1,0 +1,1 @@
+"""Convolutions of images with the channels last, on CUDA devices."""
