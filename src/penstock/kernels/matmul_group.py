@@ -26,7 +26,7 @@ from penstock.kernels.templates.matmul_cpu import cpu_matmul
 from penstock.kernels.templates.matmul_gpu import gpu_matmul, gpu_width
 from penstock.kernels.templates.matmul_tiling import LANES
 from penstock.kernels.templates.packed_matmul import PACKED_FEATURES, PackedProblem, cpu_packed, gpu_packed
-from penstock.kernels.templates.packed_tiles import tensor_packed
+from penstock.kernels.templates.packed_tiles import Epilogues, tensor_packed
 
 
 def matmul_group(
@@ -56,22 +56,26 @@ def matmul_group(
 
 
 def packed_group(group: Group, product: Node, capabilities: Capabilities, name: str) -> Lowering:
-    """The kernel of a group whose product unpacks a matrix."""
+    """The kernel of a group whose products, of the same rows, unpack matrices."""
     vectors = capabilities.vector_width > 1
     epilogue = _Epilogue(group, product, vectors)
     kernel = epilogue.kernel
     k = KernelBuilder(name, capabilities, kernel.outputs, kernel.inputs, kernel.scalars)
-    build = cpu_packed if vectors else tensor_packed if on_tensor_cores(product, capabilities) else gpu_packed
-    first = [node for node in group.nodes if node.primitive.few_rows and node is not product]
-    for number, other in enumerate(first):  # whose results stay in local memory
-        results = k.shared(f"results{number}", "float32", product.shape[0] * PACKED_FEATURES)
-        with k.when(ir.TRUE):
-            build(k, _packed_problem(k, group, other), capabilities, _kept_in(k, results))
-        k.barrier()
-        epilogue.known[other] = results
-    source = build(k, _packed_problem(k, group, product), capabilities, epilogue.statements)
+    others = [node for node in group.nodes if node.primitive.few_rows and node is not product]
+    if not vectors and on_tensor_cores(product, capabilities):
+        problems = [_packed_problem(k, group, node) for node in (product, *others)]
+        source = tensor_packed(k, problems, capabilities, epilogue.of_several(others))
+    else:
+        build = cpu_packed if vectors else gpu_packed
+        for number, other in enumerate(others):  # whose results stay in local memory
+            results = k.shared(f"results{number}", "float32", product.shape[0] * PACKED_FEATURES)
+            with k.when(ir.TRUE):
+                build(k, _packed_problem(k, group, other), capabilities, _kept_in(k, results))
+            k.barrier()
+            epilogue.known[other] = results
+        source = build(k, _packed_problem(k, group, product), capabilities, epilogue.statements)
     over = overwritable(group, epilogue.loads, epilogue.stores)
-    places = {group.inputs.index(base(operand)) for node in (product, *first) for operand in node.inputs}
+    places = {group.inputs.index(base(operand)) for node in (product, *others) for operand in node.inputs}
     return one_launch(source, tuple(tuple(at for at in inputs if at not in places) for inputs in over))
 
 
@@ -87,12 +91,7 @@ def linear_group(group: Group, product: Node, capabilities: Capabilities, name: 
     )
     (rows, inner), (columns, _) = (operand.shape for operand in product.inputs)
     problem = LinearProblem(left, matrices, rows, columns, inner)
-
-    def finish(row: ir.Expr, column: ir.Expr, sums: Sequence[ir.Var]) -> list[ir.Statement]:
-        epilogue.beside = dict(zip(products[1:], sums[1:], strict=True))
-        return epilogue.statements(row, column, sums[0])
-
-    source = linear_tiles(k, problem, divided(problem, capabilities), finish)
+    source = linear_tiles(k, problem, divided(problem, capabilities), epilogue.of_several(products[1:]))
     over = overwritable(group, epilogue.loads, epilogue.stores)
     places = {group.inputs.index(base(operand)) for node in products for operand in node.inputs}
     return one_launch(source, tuple(tuple(at for at in inputs if at not in places) for inputs in over))
@@ -148,7 +147,7 @@ class _Epilogue:
         self._vectors = vectors
         self.kernel: ir.KernelIR = Emitter(group, Variables({})).kernel
         self.known: dict[Node, Memory] = {}  # other products, whose items are in local memory
-        self.beside: dict[Node, ir.Var] = {}  # other products, whose items are in variables
+        self._beside: dict[Node, ir.Var] = {}  # other products, whose items are in variables
         self.loads: dict[int, set[tuple[int, Index]]] = {}
         self.stores: dict[int, tuple[int, Index]] = {}
 
@@ -160,6 +159,15 @@ class _Epilogue:
             return 1
         return width
 
+    def of_several(self, others: Sequence[Node]) -> Epilogues:
+        """The same for a kernel that has the items of `others`, after that of the product, in variables."""
+
+        def statements(row: ir.Expr, column: ir.Expr, items: Sequence[ir.Var]) -> list[ir.Statement]:
+            self._beside = dict(zip(others, items[1:], strict=True))
+            return self.statements(row, column, items[0])
+
+        return statements
+
     def statements(self, row: ir.Expr, column: ir.Expr, product: ir.Var) -> list[ir.Statement]:
         """The statements for neighbouring items of the product."""
         shape, width = self._product.shape, product.type.width
@@ -169,7 +177,7 @@ class _Epilogue:
         emitter.depth_of = dict.fromkeys(names, 1)
         emitter.lanes, emitter.lane_steps = width, {"j": 1} if width > 1 else {}
         emitter.given[self._product] = Value(product, 1)
-        emitter.given.update({node: Value(item, 1) for node, item in self.beside.items()})
+        emitter.given.update({node: Value(item, 1) for node, item in self._beside.items()})
         counts: list[ir.Statement] = [ir.Let("i", row), ir.Let("j", column)]
         for at, (other, results) in enumerate(self.known.items()):
             place = _place_in(ir.Var("i"), ir.Var("j"))

@@ -12,7 +12,7 @@ bits, counted for sm_90, and `packed_matmul`, in float32, 3.7 to 4.3; an H200 ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import ceil
@@ -21,8 +21,10 @@ from penstock.drivers.driver import Capabilities
 from penstock.kernels import ir
 from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.source import KernelSource
-from penstock.kernels.templates.matmul import Epilogue
 from penstock.kernels.templates.packed_matmul import PackedProblem, byte_floats, clamped
+
+# Given a row, a column and the items of all products there: what computes and stores the results.
+Epilogues = Callable[[ir.Expr, ir.Expr, Sequence[ir.Var]], list[ir.Statement]]
 
 _WARP = 32
 _FEATURES, _ROWS = 16, 8  # of a tile
@@ -44,11 +46,16 @@ class _Place:
 
 
 def tensor_packed(
-    k: KernelBuilder, problem: PackedProblem, capabilities: Capabilities, epilogue: Epilogue
+    k: KernelBuilder, problems: Sequence[PackedProblem], capabilities: Capabilities, epilogue: Epilogues
 ) -> KernelSource:
-    """A workgroup computes some tiles of features, of all rows. Its warps divide the inputs among them."""
-    few = problem.columns / _FEATURES < _FEW_TILES * capabilities.compute_units
-    tiles, chunks = 1 if few else 2, ceil(problem.inner / _CHUNK)
+    """Products of the same rows with matrices of the same shape.
+
+    A workgroup computes some tiles of features of each matrix, of all rows. Its warps divide the inputs among
+    them.
+    """
+    problem = problems[0]
+    few = len(problems) * problem.columns / _FEATURES < _FEW_TILES * capabilities.compute_units
+    tiles, chunks = 1 if few else ceil(2 / len(problems)), ceil(problem.inner / _CHUNK)
     warps = min(_MOST_WARPS if few else _FEW_WARPS, chunks, capabilities.max_group_size // _WARP)
     steps, row_tiles = ceil(chunks / warps), ceil(problem.rows / _ROWS)
     place = _Place(
@@ -57,36 +64,38 @@ def tensor_packed(
         k.let("part", k.thread % 4),
     )
     first = k.let("first", k.group() * (tiles * _FEATURES))
+    own = [(matrix, tile) for matrix in problems for tile in range(tiles)]
     totals = {
-        (tile, rows): [k.variable(f"total{tile}_{rows}_{item}", 0.0, "float32") for item in range(4)]
-        for tile in range(tiles)
+        (number, rows): [k.variable(f"total{number}_{rows}_{item}", 0.0, "float32") for item in range(4)]
+        for number in range(len(own))
         for rows in range(row_tiles)
     }
-    at_once = min(steps, _AT_ONCE // tiles)
+    at_once = max(min(steps, _AT_ONCE // len(own)), 1)
     rounds = ceil(steps / at_once)
     with k.loop("round", 0, rounds) as round_:
         read: list[tuple[ir.Var, ir.Var | None, list[_Left]]] = []
-        for number in range(at_once):
-            step = round_ * at_once + number
-            at = k.let(f"at{number}", (step * warps + place.warp) * _CHUNK + place.part * _ITEMS)
+        for turn in range(at_once):
+            step = round_ * at_once + turn
+            at = k.let(f"at{turn}", (step * warps + place.warp) * _CHUNK + place.part * _ITEMS)
             masked = problem.inner < rounds * at_once * warps * _CHUNK
-            inside = k.let(f"inside{number}", at < problem.inner) if masked else None
-            names = [f"{number}_{tile}" for tile in range(tiles)]
+            inside = k.let(f"inside{turn}", at < problem.inner) if masked else None
             lefts = [
-                _Left(k, problem, name, tile, first, at, inside, place) for tile, name in enumerate(names)
+                _Left(k, matrix, f"{turn}_{number}", tile, first, at, inside, place)
+                for number, (matrix, tile) in enumerate(own)
             ]
             read.append((at, inside, lefts))
         # A few workgroups read all integers before they compute anything; many wait for each other's.
         with k.optimization_barrier(k.fresh("once")) if few else nullcontext(ir.Const(0)) as none:
             for at, inside, lefts in read:
                 x = [_row_words(k, problem, rows, at + none, inside, place) for rows in range(row_tiles)]
-                for tile, left in enumerate(lefts):
-                    for number in range(_ITEMS // 4):  # the inputs of a thread that a product of tiles takes
-                        pairs = left.pairs(number)
+                for number, left in enumerate(lefts):
+                    for part in range(_ITEMS // 4):  # the inputs of a thread that a product of tiles takes
+                        pairs = left.pairs(part)
                         for rows, words in enumerate(x):
-                            own = words[2 * number :][:2]
-                            k.multiply_tiles(totals[tile, rows], pairs, own, problem.x.dtype)
-    _finish(k, problem, warps, first, totals, place, epilogue)
+                            k.multiply_tiles(
+                                totals[number, rows], pairs, words[2 * part :][:2], problem.x.dtype
+                            )
+    _finish(k, problems, warps, first, totals, place, epilogue)
     return k.source((ceil(problem.columns / (tiles * _FEATURES)),), (warps * _WARP,))
 
 
@@ -164,27 +173,33 @@ class _Left:
 
 def _finish(
     k: KernelBuilder,
-    problem: PackedProblem,
+    problems: Sequence[PackedProblem],
     warps: int,
     first: ir.Expr,
     totals: Mapping[tuple[int, int], Sequence[ir.Var]],
     place: _Place,
-    epilogue: Epilogue,
+    epilogue: Epilogues,
 ) -> None:
     """Add up the totals of all warps, and store the results: neighbours are neighbouring features."""
+    problem = problems[0]
     tiles, row_tiles = (1 + max(key[axis] for key in totals) for axis in range(2))
-    features, rows = tiles * _FEATURES, row_tiles * _ROWS
-    parts = k.shared("parts", "float32", warps * rows * features)
+    everything, rows = tiles * _FEATURES, row_tiles * _ROWS
+    features = everything // len(problems)  # of each matrix
+    parts = k.shared("parts", "float32", warps * rows * everything)
     for (tile, row_tile), items in totals.items():
         for number, total in enumerate(items):
             row = place.part * 2 + (row_tile * _ROWS + number % 2)
             feature = place.line + (tile * _FEATURES + number // 2 * (_FEATURES // 2))
-            k.store(parts, (place.warp * rows + row) * features + feature, total)
+            k.store(parts, (place.warp * rows + row) * everything + feature, total)
     k.barrier()
     with k.loop("item", k.thread, features * problem.rows, warps * _WARP) as item:
         own, column = k.let("row", item // features), k.let("column", first + item % features)
-        whole = k.variable("whole", 0.0, "float32")
-        with k.loop("other", 0, warps, unrolled=warps) as other:
-            k.assign(whole, whole + k.load(parts, (other * rows + own) * features + item % features))
+        sums = []
+        for number in range(len(problems)):
+            whole = k.variable(f"whole{number}", 0.0, "float32")
+            at = k.let(f"from{number}", own * everything + (item % features + number * features))
+            with k.loop(f"other{number}", 0, warps, unrolled=warps) as other:
+                k.assign(whole, whole + k.load(parts, other * (rows * everything) + at))
+            sums.append(k.let(f"product{number}", whole))
         with k.when(column < problem.columns):
-            k.splice(epilogue(own, column, k.let("product", whole)))
+            k.splice(epilogue(own, column, sums))
