@@ -349,3 +349,27 @@ def test_what_cannot_be_optimized_is_named() -> None:
     far = ps.ones((2,), device="host").requires_grad_()
     with pytest.raises(ValueError, match="on one device, and the parameters are on host and "):
         optim.SGD([weight, far])
+
+
+@pytest.mark.parametrize("rows, again", [(64, False), (40_000, True)], ids=["small", "large"])
+def test_small_predictions_that_are_in_use_are_computed_with_the_step(
+    device: Device, rows: int, again: bool
+) -> None:
+    """Those of more than 1 MiB are computed when they are read; either way from the old parameters."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((rows, 16), dtype=np.float32)
+    weight = rng.standard_normal((16, 8), dtype=np.float32)
+    parameter = ps.asarray(weight, device=device)
+    parameter.requires_grad = True
+    updates = optim.SGD([parameter], lr=0.1)
+    given = ps.asarray(x, device=device)
+    for _ in range(2):
+        before = parameter.numpy()
+        predictions = ps.tanh(given @ parameter)
+        ps.mean(predictions * predictions).backward()
+        updates.step()
+        assert not np.array_equal(parameter.numpy(), before)
+    with ps.profile(device=device) as profile:
+        values = predictions.numpy()
+    assert bool(profile.kernels()) == again
+    np.testing.assert_allclose(values, np.tanh(x @ before), rtol=1e-4, atol=1e-5)

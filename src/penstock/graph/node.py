@@ -147,6 +147,7 @@ class Node:
         "attributes",
         "depth",
         "dtype",
+        "holder",
         "inputs",
         "owner",
         "pending_bytes",
@@ -170,6 +171,7 @@ class Node:
         self.value = value  # the result, once it is computed
         self.span: tuple[int, int] | None = None  # least and largest possible item, once that is known
         self.owner: Any = None  # a weak reference to the tensor that accumulates the gradients of this node
+        self.holder: Any = None  # a weak reference to the tensor that was made of it, if a gradient passes
         tracked, depth, pending = False, 0, 0
         for node in inputs:
             if node.tracked:

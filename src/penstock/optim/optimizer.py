@@ -7,7 +7,6 @@ Parameters share a flat allocation, and so do their means, their squares and the
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from copy import copy
 from itertools import chain
@@ -32,7 +31,7 @@ from penstock.tensor.capture import capture
 from penstock.tensor.core import Tensor, from_numpy, outside_capture, realize_together
 from penstock.tensor.dtypes import float32
 from penstock.tensor.gathering import full_gathered, gather, gathered, gathered_as, reading, realize_fitting
-from penstock.tensor.leaves import ends_at, source_of
+from penstock.tensor.leaves import ends_at, sources_of
 from penstock.tensor.manipulation import astype, concat, reshape
 from penstock.tensor.recording import no_grad, recorded_once
 from penstock.tensor.reduction import all as all_
@@ -193,10 +192,6 @@ class Optimizer:
         """`loss.backward()`, with a scaled loss if parameters are float16."""
         scale = self._numbers.get("scale")
         (loss if scale is None else loss * scale).backward()
-        if scale is not None:
-            for tensor in self.parameters:
-                if tensor.grad is not None:
-                    tensor.grad._source = weakref.ref(loss)
 
     def step(self) -> None:
         """Update every parameter that has a gradient, and set the gradients to None.
@@ -216,13 +211,15 @@ class Optimizer:
             capturing.assume(self._settings_key)
             self._record_step()
             return
-        losses = [source_of(tensor.grad) for tensor in self.parameters if tensor.grad is not None]
+        # The loss, and what else is in use of the forward pass: after the step it would have to be computed
+        # again, from the old parameters.
+        grads = [tensor.grad for tensor in self.parameters if tensor.grad is not None]
+        sources = [tensor for tensor in sources_of(grads) if tensor.device is self._device]
         tensors = self._all()
         before = [(tensor, tensor._actual_node, tensor._actual_grad) for tensor in tensors]
         try:
             self._repeat_step(tensors)
-            known = [loss for loss in losses if loss is not None]
-            realize_together([*self._all(), *known], repeated=True)  # cohorts may have added tensors
+            realize_together([*self._all(), *sources], repeated=True)  # cohorts may have added tensors
         except BaseException:  # undo the step
             for tensor, node, gradient in before:
                 tensor._actual_node, tensor._actual_grad = node, gradient

@@ -23,6 +23,7 @@ from penstock.tensor.core import Tensor, install, much_pending
 from penstock.tensor.leaves import changed_since, leaf_of
 from penstock.tensor.recording import recorded_once
 
+_SMALL_BYTES = 1 << 20  # of a value that costs little to keep
 # The subgraph of gradients, the positions of its inputs in the graph, and which leaves have a gradient.
 _Known = tuple[Subgraph, list[int], list[bool]]
 
@@ -55,11 +56,21 @@ def backward(self: Tensor, gradient: Tensor | None = None) -> None:
     arrived = [(tensor, part) for (_, tensor), part in zip(leaves, parts, strict=False) if part is not None]
     if capture.get() is None:
         _compute_if_much(self, arrived)
+    source = [weakref.ref(self), *_small(history)]  # so that they can be computed together
     for tensor, part in arrived:
         before = tensor.grad  # from earlier calls, or another node of the same tensor
         total = Tensor(part if before is None else elementwise.add(before._node, part), tensor.device)
-        total._source = weakref.ref(self)  # so that both can be computed together
+        total._source = source
         tensor.grad = total
+
+
+def _small(history: Sequence[Node]) -> list[weakref.ref[Tensor]]:
+    """The tensors of small pending nodes."""
+    return [
+        node.holder
+        for node in history
+        if node.value is None and node.holder is not None and node.nbytes <= _SMALL_BYTES
+    ]
 
 
 def _compute_if_much(value: Tensor, gradients: Sequence[tuple[Tensor, Node]]) -> None:

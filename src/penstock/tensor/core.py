@@ -99,15 +99,18 @@ class Tensor(Operators, Methods):
     __slots__ = (
         "__weakref__", "_actual_grad", "_actual_node", "_actual_requires_grad", "_source", "device",
     )  # fmt: skip
-    _source: weakref.ref[Tensor]  # of a gradient: the value that `backward` was called on
+    _source: list[weakref.ref[Tensor]]  # of a gradient: see `leaves.sources_of`
     __array_priority__ = 1000  # operators of tensors take precedence over those of NumPy's arrays
 
     def __init__(self, node: Node, device: Device, requires_grad: bool = False) -> None:
         capturing = capture.get() if _captures else None
         if capturing is not None:
             capturing.made(self)
-        elif (node.depth > MAX_DEPTH or node.pending_bytes > MAX_PENDING_BYTES) and much_pending(node):
-            realize([node], device)
+        else:
+            if (node.depth > MAX_DEPTH or node.pending_bytes > MAX_PENDING_BYTES) and much_pending(node):
+                realize([node], device)
+            if requires_grad and (node.holder is None or node.holder() is None):
+                node.holder = weakref.ref(self)
         self._actual_node = node
         self.device = device
         self._actual_requires_grad = requires_grad

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from penstock.graph.node import Node
@@ -40,7 +42,10 @@ def _owner(node: Node) -> Tensor | None:
     return tensor if tensor is not None and tensor.requires_grad else None
 
 
-def source_of(gradient: Tensor) -> Tensor | None:
-    """The value on which the `backward` was called that gave this gradient, if it is still in use."""
-    source: weakref.ref[Tensor] | None = getattr(gradient, "_source", None)
-    return None if source is None else source()
+def sources_of(gradients: Iterable[Tensor]) -> list[Tensor]:
+    """Of what gradients were computed from, if it is still in use: the values `backward` was called on.
+
+    And small tensors behind these, such as predictions, that were pending then.
+    """
+    sources = {id(source): source for grad in gradients if (source := getattr(grad, "_source", None))}
+    return [tensor for reference in chain(*sources.values()) if (tensor := reference()) is not None]
