@@ -373,3 +373,30 @@ def test_small_predictions_that_are_in_use_are_computed_with_the_step(
         values = predictions.numpy()
     assert bool(profile.kernels()) == again
     np.testing.assert_allclose(values, np.tanh(x @ before), rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_without_jit_writes_moments_over_the_old(device: Device) -> None:
+    """So a step takes new memory for the parameters only, unless somebody refers to the old moments."""
+    size = 512
+    weight = ps.asarray(np.full((size, size), 0.5, np.float32), device=device)
+    weight.requires_grad = True
+    updates = optim.Adam([weight], lr=0.1)
+
+    def step() -> int:
+        """The bytes beyond those before the step, at their peak."""
+        ps.sum(weight * weight).backward()
+        device.sync()
+        device.pool.reset_peak()
+        held = device.memory_stats().live_bytes
+        updates.step()
+        return device.memory_stats().peak_bytes - held
+
+    for _ in range(3):
+        step()
+    (moment, *_) = [tensor for tensor in updates._all() if tensor.shape == weight.shape][1:]
+    before = moment.numpy()
+    twice = moment * 2  # not computed yet: it refers to the old moment
+    with_reference = step()
+    np.testing.assert_array_equal(twice.numpy(), 2 * before)
+    del twice
+    assert step() == with_reference - weight.size * 4

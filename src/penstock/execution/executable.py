@@ -135,7 +135,7 @@ class Executable:
             self.wrote = False
             state = self._run_buffers
             arena, *more_arenas = self._arenas()
-            same = aliases is not None and aliases is state.aliases
+            same = aliases is not None and (aliases is state.aliases or aliases == state.aliases)
             if not same:
                 state.set_outputs(aliases)
             buffers = [arena, *inputs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
@@ -14,6 +15,7 @@ from penstock.execution.single import Single, is_all_of, single
 from penstock.execution.structure import MIN_ITEMS, Structure
 from penstock.graph.node import Node, topological
 from penstock.graph.reference import constant_values
+from penstock.interrupts import held_back
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 from penstock.stream.recorder import Run
@@ -34,7 +36,30 @@ def executables(device: Device) -> ExecutableCache:
         return own
 
 
-def realize(nodes: Sequence[Node], device: Device, repeated: bool = False) -> None:
+@dataclass
+class Replaced:
+    """Old values, by the pending nodes that may be written over them: nothing else refers to them."""
+
+    values: dict[Node, Node]
+    done: bool = False  # whether all new values are there
+    damaged: bool = False  # whether some may be overwritten already
+
+    def aliases(self, program: Executable, structure: Structure) -> dict[int, int] | None:
+        """The inputs of a program that its results are written over, by the numbers of both."""
+        if not self.values or program.schedule.hosted:
+            return None
+        number = {node: at for at, node in enumerate(structure.inputs) if not node.value.shared}
+        result: dict[int, int] = {}
+        for at, node in enumerate(structure.recorded):
+            old = self.values.get(node)
+            if old is not None and old in number and program.may_overwrite(at, number[old]):
+                result[at] = number[old]
+        return result or None
+
+
+def realize(
+    nodes: Sequence[Node], device: Device, repeated: bool = False, replaced: Replaced | None = None
+) -> None:
     """Compute the nodes that have no value yet, and keep the results on the device.
 
     `repeated`: the same will be computed many times, so that kernels pay however small it is.
@@ -76,17 +101,29 @@ def realize(nodes: Sequence[Node], device: Device, repeated: bool = False) -> No
                 realize(slices, device)
                 structure = Structure(wanted, device.capabilities)
         compute = _told if device.stream.recorders else _computed
-        buffers, program = compute(structure, device, repeated)
-        for node, buffer in zip(wanted, buffers, strict=False):
-            node.set_value(buffer)
+        if replaced is None or device.dispatcher is not None:
+            buffers, program = compute(structure, device, repeated, None)
+            _set_values(wanted, buffers)
+        else:
+            own = executables(device)
+            own.known(structure, repeated, own.state_of(structure))  # which may take its time
+            with held_back:
+                buffers, program = compute(structure, device, repeated, replaced)
+                _set_values(wanted, buffers)
+                replaced.done = True
         if alone is not None and is_all_of(alone, structure):
             executables(device).keep_single(alone[0], structure, program)
         if structure.unchecked:
             structure.watch(buffers[len(wanted) :], device)
 
 
+def _set_values(nodes: Sequence[Node], buffers: Sequence[Buffer]) -> None:
+    for node, buffer in zip(nodes, buffers, strict=False):
+        node.set_value(buffer)
+
+
 def _computed(
-    structure: Structure, device: Device, repeated: bool
+    structure: Structure, device: Device, repeated: bool, replaced: Replaced | None
 ) -> tuple[list[Buffer], Executable | HostProgram]:
     """The values, and the program that computed them."""
     if device.dispatcher is not None:
@@ -96,31 +133,42 @@ def _computed(
     state = own.state_of(structure)
     program = own.known(structure, repeated, state)
     try:
-        return _run(program, structure, device), program
+        return _run(program, structure, device, replaced), program
     except OutOfDeviceMemory:
-        if device.limit_bytes is None:
+        if device.limit_bytes is None or (replaced is not None and replaced.damaged):
             raise
     # What computes it until its kernels are compiled takes more than these, which are planned for the limit.
     program = own.known(structure, True, state)
-    return _run(program, structure, device), program
+    return _run(program, structure, device, replaced), program
 
 
-def _run(program: Executable | HostProgram, structure: Structure, device: Device) -> list[Buffer]:
+def _run(
+    program: Executable | HostProgram, structure: Structure, device: Device, replaced: Replaced | None
+) -> list[Buffer]:
     numbers = structure.constants()
     if isinstance(program, HostProgram):
         return program.run([node.value for node in structure.inputs], numbers, structure.bounds)
     if program.schedule.hosted:
         send(structure.inputs, program.schedule.hosted, device)
-    return program.run([node.value for node in structure.inputs], numbers)
+    inputs = [node.value for node in structure.inputs]
+    aliases = None if replaced is None else replaced.aliases(program, structure)
+    if replaced is None or aliases is None:
+        return program.run(inputs, numbers)
+    replaced.damaged = True  # unless all of it is done, whatever interrupts it
+    try:
+        return program.run(inputs, numbers, aliases)
+    except Exception:
+        replaced.damaged = program.wrote
+        raise
 
 
 def _told(
-    structure: Structure, device: Device, repeated: bool
+    structure: Structure, device: Device, repeated: bool, replaced: Replaced | None
 ) -> tuple[list[Buffer], Executable | HostProgram]:
     """The same, and profiles are told of it."""
     own = executables(device)
     fresh, built, start = not own.seen(structure), own.build_seconds, perf_counter()
-    buffers, program = _computed(structure, device, repeated)
+    buffers, program = _computed(structure, device, repeated, replaced)
     wanted = structure.recorded
     spent = own.build_seconds - built
     by_host = isinstance(program, HostProgram)

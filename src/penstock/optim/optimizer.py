@@ -24,6 +24,7 @@ from penstock.memory.buffer import Buffer
 from penstock.nn.parameter import Parameter
 from penstock.optim.counting import Counts
 from penstock.optim.groups import ParamGroup, Settings, Varied, flat
+from penstock.optim.in_place import Step
 from penstock.optim.state_shapes import Shapes, check_shapes
 from penstock.runtime import Device
 from penstock.tensor.arithmetic import divide, isfinite, maximum, minimum, multiply, sqrt, where
@@ -216,13 +217,13 @@ class Optimizer:
         grads = [tensor.grad for tensor in self.parameters if tensor.grad is not None]
         sources = [tensor for tensor in sources_of(grads) if tensor.device is self._device]
         tensors = self._all()
-        before = [(tensor, tensor._actual_node, tensor._actual_grad) for tensor in tensors]
+        step = Step(tensors)
         try:
             self._repeat_step(tensors)
-            realize_together([*self._all(), *sources], repeated=True)  # cohorts may have added tensors
-        except BaseException:  # undo the step
-            for tensor, node, gradient in before:
-                tensor._actual_node, tensor._actual_grad = node, gradient
+            # Cohorts may have added tensors.
+            realize_together([*self._all(), *sources], repeated=True, replaced=step.replaced())
+        except BaseException as error:
+            step.undo(error)
             raise
 
     def _all(self) -> list[Tensor]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, overload
 import numpy as np
 import numpy.typing as npt
 
-from penstock.execution.realize import precompile, realize, waits_for_a_compiler
+from penstock.execution.realize import Replaced, precompile, realize, waits_for_a_compiler
 from penstock.graph import elementwise, shaping
 from penstock.graph.custom_vjp import refused, refusing
 from penstock.graph.node import DType, Node, Shape, leaf
@@ -428,9 +428,11 @@ class Tensor(Operators, Methods):
         tensor._actual_node, tensor._actual_requires_grad = node, tensor._actual_requires_grad or history
 
 
-def realize_together(tensors: Sequence[Tensor], repeated: bool = False) -> None:
+def realize_together(
+    tensors: Sequence[Tensor], repeated: bool = False, replaced: Replaced | None = None
+) -> None:
     """Compute several tensors of one device in one run; `repeated`: the same run will come many times."""
-    realize([tensor._node for tensor in tensors], tensors[0].device, repeated)
+    realize([tensor._node for tensor in tensors], tensors[0].device, repeated, replaced)
 
 
 def record(node: Node, *sources: Tensor) -> Tensor:
