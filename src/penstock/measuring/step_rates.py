@@ -100,8 +100,8 @@ def measured_rates(device: Device, clock: Callable[[], float] = perf_counter) ->
         times = [
             workloads.best_seconds(own, partial(step, *args), _TRY_SECONDS, clock) for step, args in steps
         ]
-        up, down = workloads.transfers(own, _TRY_SECONDS)
-    return replace(fitted(launches, times), link=min(up, down))
+        link = workloads.link(own, _TRY_SECONDS)
+    return replace(fitted(launches, times), link=link)
 
 
 def fitted(launches: Sequence[Sequence[Cost]], times: Sequence[float]) -> StepRates:
