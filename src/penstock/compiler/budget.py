@@ -36,7 +36,7 @@ from penstock.plan.sequences import HOLD, OUT, Link, Run, Sequel, Task
 
 _SURE = 0.95  # of what is estimated to be live: no plan takes less
 _SHOWN = 4  # of the largest values, in a message
-_MARGIN = 1.2  # of a copy: that it also waits for memory which others leave is not known before the plan
+_MARGIN = 1.3  # of a copy: that it also waits for memory which others leave is not known before the plan
 _LEVELS = 8  # of memory, between what is needed without a budget and the least
 
 

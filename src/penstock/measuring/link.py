@@ -8,10 +8,7 @@ from penstock.drivers.rates import StepRates
 from penstock.measuring.ceilings import Ceilings
 from penstock.runtime import Device
 
-_USUAL = 100.0  # of GPUs on a PCI bus, where nothing is known and there is no room to measure
-# Prices of kernels add up moving and computing, which a GPU does at the same time. In a GPT's training step,
-# an H200 gets through so many times as much as the bytes of a copy in that time.
-_AT_ONCE = 4 / 3
+_USUAL = 64.0  # of GPUs on a PCI bus, where nothing is known and there is no room to measure
 
 
 def link_cost(device: Device) -> float:
@@ -22,4 +19,4 @@ def link_cost(device: Device) -> float:
     ceilings = Ceilings(device)
     # In a context of its own: this may be asked for while a function is captured.
     memory, link = Context().run(lambda: (ceilings.bandwidth(), ceilings.link()))
-    return _AT_ONCE * memory / link if memory and link else _USUAL
+    return memory / link if memory and link else _USUAL
