@@ -183,7 +183,7 @@ def test_rates_are_those_that_explain_the_times() -> None:
 @pytest.mark.usefixtures("_own_cache")
 def test_a_device_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = step_rates._steps
-    few = lambda device, factor: steps(device, factor)[:3]  # noqa: E731 - the others take seconds
+    few = lambda *args: steps(*args)[:3]  # noqa: E731 - the others take seconds
     monkeypatch.setattr(step_rates, "_steps", few)
     monkeypatch.setattr(step_rates, "_TRY_SECONDS", 0.001)
     monkeypatch.setattr(step_rates, "measured_rates", MEASURED_RATES)

@@ -403,10 +403,10 @@ def test_where_the_memory_is_the_hosts_nothing_is_moved() -> None:
 def test_the_price_of_moving_is_that_of_the_link_beside_the_memory(
     given_rates: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rates: dict[str, float | None] = {"bytes": 2e12, "link": 5e10}
+    rates: dict[str, float | None] = {"bytes": 2e12, "link both ways": 5e10}
     monkeypatch.setattr(ceilings, "_measured", lambda device, what: rates[what])
     assert measured_link("host-far") == 40.0
-    rates["link"] = None  # as where a limit leaves no room to measure in
+    rates["link both ways"] = None  # as where a limit leaves no room to measure in
     tuning_cache.forget_everything()
     assert measured_link("host-far") == 64.0
 

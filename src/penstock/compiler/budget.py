@@ -36,6 +36,7 @@ from penstock.plan.sequences import HOLD, OUT, Link, Run, Sequel, Task
 
 _SURE = 0.95  # of what is estimated to be live: no plan takes less
 _SHOWN = 4  # of the largest values, in a message
+_MARGIN = 1.3  # of a copy: that it also waits for memory which others leave is not known before the plan
 _LEVELS = 8  # of memory, between what is needed without a budget and the least
 
 
@@ -210,7 +211,7 @@ def _outlines(state: Compilation, target: Target) -> Iterator[_Outline]:
     order = deferred(ordered(works.steps, works.nbytes, works.kept), works.steps, works.nbytes, works.kept)
     # NumPy on the host waits for the device, and with it for all copies.
     cost = None if None in state.lowered else target.link_cost()
-    link = None if cost is None else Link(cost / target.rates.bandwidth, target.rates.launch)
+    link = None if cost is None else Link(_MARGIN * cost / target.rates.bandwidth, target.rates.launch)
     nbytes = list(map(_aligned, works.nbytes))
     own = _state(state, target, works, fixed) if link else {}
     new = _new_state(state, target, works, fixed) - {new for _, new in own.values()} if link else frozenset()

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from penstock.compiler.schedule import Copy, InputUse, Schedule, Step, may_alias
+from penstock.compiler.schedule import Copy, InputUse, OutputWrite, Schedule, Step, may_alias
 from penstock.drivers.driver import Capabilities, Cost
 from penstock.drivers.rates import Crossing
 from penstock.kernels.concatenation import Call, concatenated
@@ -31,6 +31,8 @@ Part = list[Call | list[Call] | Copy] | Step | Copy
 # from the cache. So such launches run in sequence: all are declared to write `_DEVICE`, which is no memory.
 _LARGE = 24 << 20
 _DEVICE: tuple[Range, ...] = ((-1, 0, 1),)
+# So do copies of each direction, which cross the link one after another: what is needed first goes first.
+_LINKS: dict[str, tuple[Range, ...]] = {"out": ((-2, 0, 1),), "in": ((-3, 0, 1),)}
 
 
 def launch_parts(schedule: Schedule, capabilities: Capabilities) -> list[Part]:
@@ -84,7 +86,11 @@ def _crossings(
     }
     if not copies:
         return ()
-    after = orderings([_touched(item) for item in items], _aliases(schedule))
+    # Only results at the host are written over what copies read.
+    hosted = {
+        output: write for output, write in schedule.output_writes.items() if schedule.buffers[output].hosted
+    }
+    after = orderings([_touched(item) for item in items], _aliases(schedule, hosted))
     waits: dict[int, int] = {}  # by copy, the first launch that waits for it
     for at, earlier in enumerate(after):
         if at not in copies:
@@ -110,14 +116,14 @@ def _touched(item: Call | list[Call] | Copy) -> Touched:
     return Touched(reads, tuple(part for call in calls for part in call.touched.writes + call.scratch))
 
 
-def _aliases(schedule: Schedule) -> dict[int, list[int]]:
-    """For each output, the inputs that it may be written over."""
+def _aliases(schedule: Schedule, writes: Mapping[int, OutputWrite]) -> dict[int, list[int]]:
+    """For each of these outputs, the inputs that it may be written over."""
     sized: dict[int, dict[int, InputUse]] = {}  # the inputs of each size: others do not fit
     for given, use in schedule.input_uses.items():
         sized.setdefault(use.nbytes, {})[given] = use
     return {
         output: [given for given, use in sized.get(write.nbytes, {}).items() if may_alias(write, use, given)]
-        for output, write in schedule.output_writes.items()
+        for output, write in writes.items()
     }
 
 
@@ -198,7 +204,7 @@ def dependencies(
     touched = []
     for call in calls:
         if isinstance(call, Copy):
-            touched.append(call.touched)
+            touched.append(Touched(call.touched.reads, call.touched.writes + _LINKS[call.way]))
             continue
         # Whether a library call uses its workspace is known once it is compiled.
         workspace = getattr(functions.get(call.source.name), "workspace", 1)
@@ -206,4 +212,4 @@ def dependencies(
         large = sum(end - start for _, start, end in reads + writes) > _LARGE
         writes += call.scratch if workspace else ()
         touched.append(Touched(reads, writes + _DEVICE if large else writes))
-    return orderings(touched, _aliases(schedule))
+    return orderings(touched, _aliases(schedule, schedule.output_writes))

@@ -34,7 +34,7 @@ class StepRates:
     def seconds(self, launches: Sequence[Cost], copies: Sequence[Crossing] = ()) -> float:
         """About how long a program takes, with the time in which launches wait for copies.
 
-        Launches follow one another: each takes time to start, to move bytes, and to multiply. Copies run
+        Launches follow one another: each takes time to start, and to move bytes or to multiply. Copies run
         beside them, one at a time in either direction.
         """
         ended = [0.0]  # when so many launches have ended
@@ -59,9 +59,9 @@ class StepRates:
         return max(ended[-1], sent, fetched)
 
     def launch_seconds(self, cost: Cost) -> float:
-        """About how long a launch takes by itself."""
+        """About how long a launch takes by itself: what it moves and what it multiplies, it does at once."""
         multiplying = cost.operations / self.product_rate(cost.product) if cost.product else 0.0
-        return self.launch + cost.nbytes / self.bandwidth + multiplying
+        return self.launch + max(cost.nbytes / self.bandwidth, multiplying)
 
     @classmethod
     def usual(cls, gpu: bool, tf32: bool) -> StepRates:

@@ -18,12 +18,12 @@ from penstock.tuning_cache import TuningCache
 _TRY_SECONDS = 0.05
 _EXCEEDED = 1.25  # a kernel that is so many times as fast as the ceiling shows that the ceiling is wrong
 _BANDWIDTH = "bytes"  # beside the dtypes of products, in the file
-_LAUNCHES, _RECORDING, _LINK = "launches", "recorded operations", "link"
+_LAUNCHES, _RECORDING, _LINK = "launches", "recorded operations", "link both ways"
 _WORKLOADS: dict[str, Callable[[Device, float], float]] = {
     _BANDWIDTH: workloads.bandwidth,
     _LAUNCHES: workloads.launches,
     _RECORDING: workloads.recorded_operations,
-    _LINK: lambda device, seconds: min(workloads.transfers(device, seconds)),
+    _LINK: workloads.link,
 }
 
 
@@ -53,7 +53,7 @@ class Ceilings:
         return self._rate(_RECORDING, measure)
 
     def link(self, measure: bool = True) -> float | None:
-        """Bytes between the device and pinned memory of the host, in the slower direction."""
+        """Bytes in each direction between the device and pinned memory of the host, both at once."""
         return self._rate(_LINK, measure)
 
     def known(self) -> dict[str, float]:

@@ -32,7 +32,7 @@ from penstock.tensor.core import Tensor
 from penstock.tensor.creation import asarray
 from penstock.tensor.jit import jit
 from penstock.tensor.linear import matmul
-from penstock.tensor.manipulation import matrix_transpose, permute_dims, reshape
+from penstock.tensor.manipulation import astype, matrix_transpose, permute_dims, reshape
 from penstock.tensor.reduction import max as max_
 from penstock.tensor.reduction import mean
 from penstock.tensor.reduction import sum as sum_
@@ -42,6 +42,8 @@ _TRY_SECONDS = 0.1
 _RATES = "step rates"  # the name in the file
 _LEAST_LAUNCH = 1e-7  # seconds
 _FASTEST = 1e18  # per second, of what takes no time that could be measured
+_FITS = 8  # in which what takes how long is settled
+_IN_A_ROW = 4  # steps
 _LARGE = 3e12  # operations a second from which on small steps would only measure launches
 
 
@@ -92,32 +94,55 @@ def _faster(first: StepRates, second: StepRates) -> StepRates:
 
 
 def measured_rates(device: Device, clock: Callable[[], float] = perf_counter) -> StepRates:
-    """The rates of a device in float32, measured now, in the seconds of a clock."""
+    """The rates of a device, measured now, in the seconds of a clock; in bfloat16 where it has tensor cores.
+
+    Steps follow one another, as in training, so that the host's work for them is hidden as it is there.
+    """
     with workloads.device_for_measuring(device) as own:
-        large = workloads.product_operations(own, "float32", _TRY_SECONDS) > _LARGE
-        steps = [(call, tuple(args)) for call, *args in _steps(own, 16 if large else 1)]
+        dtypes = ("float32", "bfloat16") if own.capabilities.tensor_cores else ("float32",)
+        best = {dtype: workloads.product_operations(own, dtype, _TRY_SECONDS) for dtype in dtypes}
+        steps = _steps(own, 16 if best["float32"] > _LARGE else 1, dtypes[-1])
         launches = [step.memory_plan(*args).unlimited.launches for step, args in steps]
-        times = [
-            workloads.best_seconds(own, partial(step, *args), _TRY_SECONDS, clock) for step, args in steps
-        ]
-        up, down = workloads.transfers(own, _TRY_SECONDS)
-    return replace(fitted(launches, times), link=min(up, down))
+        times = []
+        for step, args in steps:
+            calls = partial(_in_a_row, step, args)
+            times.append(workloads.best_seconds(own, calls, _TRY_SECONDS, clock) / _IN_A_ROW)
+        link = workloads.link(own, _TRY_SECONDS)
+    rates = fitted(launches, times)
+    share = rates.product_rate("float32") / best[dtypes[-1]]
+    return replace(rates, operations={dtype: share * rate for dtype, rate in best.items()}, link=link)
+
+
+def _in_a_row(step: Callable[..., Any], args: Sequence[Tensor]) -> None:
+    for _ in range(_IN_A_ROW):
+        step(*args)
 
 
 def fitted(launches: Sequence[Sequence[Cost]], times: Sequence[float]) -> StepRates:
-    """The rates that explain the times of some programs best, by their relative errors."""
-    rows = [_amounts(costs) for costs in launches]
-    weighted = np.array(rows) / np.array(times)[:, None]
-    scale = weighted.max(axis=0)
-    costs = _nonnegative(weighted / scale, np.ones(len(rows))) / scale
-    launch, moving, multiplying = np.maximum(costs, 1 / _FASTEST).tolist()
-    return StepRates(1 / moving, {"float32": 1 / multiplying}, max(launch, _LEAST_LAUNCH), _FASTEST)
+    """The rates that explain the times of some programs best, by their relative errors.
+
+    Whether a product takes as long as its bytes or its operations depends on the rates: first all take as
+    long as the operations, then what the rates before say.
+    """
+    rates = StepRates(_FASTEST, {"float32": 1.0}, _LEAST_LAUNCH, _FASTEST)
+    for _ in range(_FITS):
+        rows = np.array([_amounts(costs, rates) for costs in launches]) / np.array(times)[:, None]
+        scale = np.maximum(rows.max(axis=0), 1 / _FASTEST)
+        costs = _nonnegative(rows / scale, np.ones(len(rows))) / scale
+        launch, moving, multiplying = np.maximum(costs, 1 / _FASTEST).tolist()
+        rates = StepRates(1 / moving, {"float32": 1 / multiplying}, max(launch, _LEAST_LAUNCH), _FASTEST)
+    return rates
 
 
-def _amounts(costs: Sequence[Cost]) -> list[float]:
-    """Launches, bytes, and operations of products."""
-    products = sum(cost.operations for cost in costs if cost.product)
-    return [len(costs), sum(cost.nbytes for cost in costs), products]
+def _amounts(costs: Sequence[Cost], rates: StepRates) -> list[float]:
+    """Launches, the bytes that take time, and the operations of products that do."""
+    rate = rates.product_rate("float32")
+    multiplying = [
+        bool(cost.product) and cost.operations * rates.bandwidth > cost.nbytes * rate for cost in costs
+    ]
+    moved = sum(cost.nbytes for cost, multiplies in zip(costs, multiplying, strict=True) if not multiplies)
+    products = sum(cost.operations for cost, multiplies in zip(costs, multiplying, strict=True) if multiplies)
+    return [len(costs), moved, products]
 
 
 def _nonnegative(matrix: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -137,31 +162,36 @@ def _nonnegative(matrix: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> npt.NDAr
 # The steps
 
 
-def _steps(device: Device, factor: int) -> list[tuple[Any, ...]]:
-    """Training steps, each with its arguments; all but the first have `factor` times as many rows."""
+def _steps(device: Device, factor: int, dtype: str) -> list[tuple[Any, tuple[Tensor, ...]]]:
+    """Training steps, each with its arguments; all but the first have `factor` times as many rows.
+
+    In bfloat16 they are as wide as the models that are trained so.
+    """
     rng = np.random.default_rng(0)
+    wide = 4 if dtype == "bfloat16" else 1
 
     def drawn(*shape: int) -> Tensor:
-        return asarray(rng.standard_normal(shape).astype(np.float32) / 16, device=device)
+        array = rng.standard_normal(shape, np.float32) / 16
+        return astype(asarray(array, device=device), DTYPES[dtype]).realize()
 
-    def network(rows: int, *widths: int) -> tuple[Any, ...]:
+    def network(rows: int, *widths: int) -> tuple[Any, tuple[Tensor, ...]]:
         weights = [drawn(a, b) for a, b in pairwise(widths)]
-        return (jit(_trained(_perceptron)), drawn(rows, widths[0]), *weights)
+        return jit(_trained(_perceptron)), (drawn(rows, widths[0]), *weights)
 
-    def transformer(batch: int, length: int, width: int) -> tuple[Any, ...]:
+    def transformer(batch: int, length: int, width: int) -> tuple[Any, tuple[Tensor, ...]]:
         weights = [drawn(*shape) for shape in ((width, 3 * width), (width, width))]
         weights += [drawn(width, 4 * width), drawn(4 * width, width), drawn(width, 8 * width)]
-        return (jit(_trained(_block)), drawn(batch, length, width), *weights)
+        return jit(_trained(_block)), (drawn(batch, length, width), *weights)
 
     return [
         network(8, *[16] * 12),
-        network(64 * factor, 384, 256, 64),
-        network(512 * factor, 256, 512, 256),
-        *([network(128 * factor, 1024, 1024, 1024)] if factor > 1 else []),  # products above all
-        transformer(4 * factor, 64, 96),
-        transformer(12 * factor, 96, 160),
-        (jit(_updated), *(drawn(factor << 20) for _ in range(4))),
-        (jit(_softmax), drawn(1024 * factor, 768)),
+        network(64 * factor, 384 * wide, 256 * wide, 64 * wide),
+        network(512 * factor, 256 * wide, 512 * wide, 256 * wide),
+        *([network(128 * factor, *[1024 * wide] * 3)] if factor > 1 else []),  # products above all
+        transformer(4 * factor, 64, 96 * wide),
+        transformer(12 * factor, 96, 160 * wide),
+        (jit(_updated), tuple(drawn(factor << 20) for _ in range(4))),
+        (jit(_softmax), (drawn(1024 * factor, 768),)),
     ]
 
 

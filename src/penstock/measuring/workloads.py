@@ -150,6 +150,31 @@ def transfers(device: Device, seconds: float) -> tuple[float, float]:
     return _TRANSFERRED / times[0], _TRANSFERRED / times[1]
 
 
+def link(device: Device, seconds: float) -> float:
+    """Bytes per second in each direction between the device and pinned memory, while both are busy."""
+    driver = device.driver
+    buffers = [device.empty(_TRANSFERRED) for _ in range(2)]
+    pinned = [driver.allocate(_TRANSFERRED, pinned=True) for _ in range(2)]
+    (host, other), (memory, source) = ([part.host for part in pinned], [part.memory for part in buffers])
+    assert host is not None
+    assert other is not None
+
+    def both() -> None:
+        arriving = driver.write(driver.incoming, memory, buffers[0].offset, host, None)
+        leaving = driver.read(driver.outgoing, other, source, buffers[1].offset, None)
+        for queue in (driver.incoming, driver.outgoing):
+            driver.flush(queue)
+        driver.wait(arriving)
+        driver.wait(leaving)
+
+    try:
+        with device.stream.lock:
+            return _TRANSFERRED / best_seconds(device, both, seconds)
+    finally:
+        for part in pinned:
+            driver.free(part)
+
+
 def best_seconds(
     device: Device, call: Callable[[], Any], seconds: float, clock: Callable[[], float] = perf_counter
 ) -> float:
