@@ -61,6 +61,16 @@ class _Extreme:
         k.assign(best_index, k.select(wins, index, best_index))
 
     @property
+    def width(self) -> int:
+        """Of a CPU's vectors."""
+        return 8 if np.dtype(self.dtype).itemsize >= 4 else 16
+
+    @property
+    def step(self) -> int:
+        """Items of a row that a CPU compares at a time."""
+        return self.width * _VECTORS
+
+    @property
     def floats(self) -> bool:
         """Whether there may be NaNs."""
         return self.dtype.startswith("float")
@@ -82,11 +92,10 @@ def extreme(node: Node, capabilities: Capabilities) -> Lowering | None:
     dtype = "uint8" if x.dtype == np.bool_ else str(x.dtype)
     shape = along(x.shape, node.attributes["axis"])
     kind = _Extreme(node.primitive.name == "argmax", dtype, *shape)
-    long_row = kind.inner == 1 and kind.length > SHORT_ROW
     if is_cpu(capabilities):
-        few = kind.inner < _FEW
-        build = _rows_on_cpu if long_row else _separately if few else _columns_on_cpu
-    elif long_row:
+        rows, few = kind.inner == 1 and kind.length >= kind.step, kind.inner < _FEW
+        build = _rows_on_cpu if rows else _separately if few else _columns_on_cpu
+    elif kind.inner == 1 and kind.length > SHORT_ROW:
         if (parts := _row_parts(kind, capabilities)) > 1:
             return _in_parts(kind, capabilities, parts)
         build = _row
@@ -194,20 +203,18 @@ def _rows_on_cpu(kind: _Extreme, capabilities: Capabilities) -> KernelSource:
     """A task for each row. The extreme of each segment is computed in vectors, and the best is searched for."""
     tasks, k = Tasks(kind.outer, capabilities), kind.builder("extreme_of_rows", capabilities)
     x, length = k.inputs[0], kind.length
-    width = 8 if np.dtype(kind.dtype).itemsize >= 4 else 16
-    step = width * _VECTORS
-    whole = length // step * step
+    whole = length // kind.step * kind.step
     with tasks.each(k) as task:
         begin = k.let("begin", task * length)
         best = k.variable("best", k.load(x, begin))
         best_index = k.variable("best_index", 0)  # at first that of the segment's first item
         with k.loop("start", 0, whole, _SEGMENT) as start:
             stop = k.let("stop", k.call("minimum", start + _SEGMENT, whole))
-            candidate = _segment(kind, k, begin + start, begin + stop, width, best)
+            candidate = _segment(kind, k, begin + start, begin + stop, best)
             with k.when(kind.wins(k, candidate, best)):
                 k.assign(best, candidate)
                 k.assign(best_index, start)
-        _search(kind, k, begin, width, best, best_index)
+        _search(kind, k, begin, best, best_index)
         with k.loop("i", whole, length) as i:
             value = k.let("value", k.load(x, begin + i))
             with k.when(kind.wins(k, value, best)):
@@ -217,12 +224,12 @@ def _rows_on_cpu(kind: _Extreme, capabilities: Capabilities) -> KernelSource:
     return k.source(tasks.grid, tasks.group)
 
 
-def _segment(kind: _Extreme, k: KernelBuilder, start: Expr, stop: Expr, width: int, best: Expr) -> Var:
+def _segment(kind: _Extreme, k: KernelBuilder, start: Expr, stop: Expr, best: Expr) -> Var:
     """The extreme of the best value so far and a segment: a NaN if the segment has a NaN."""
-    lanes = range(_VECTORS)
+    width, lanes = kind.width, range(_VECTORS)
     extremes = [k.variable(f"extreme{lane}", k.broadcast(best, width)) for lane in lanes]
     nans = [k.variable("nans", k.broadcast(Const(False, BOOL), width))] if kind.floats else []
-    with k.loop("i", start, stop, width * _VECTORS) as i:
+    with k.loop("i", start, stop, kind.step) as i:
         vectors = [
             k.let(f"vector{lane}", k.load_vector(k.inputs[0], i + lane * width, width)) for lane in lanes
         ]
@@ -241,9 +248,9 @@ def _segment(kind: _Extreme, k: KernelBuilder, start: Expr, stop: Expr, width: i
     return result
 
 
-def _search(kind: _Extreme, k: KernelBuilder, begin: Expr, width: int, best: Expr, best_index: Var) -> None:
+def _search(kind: _Extreme, k: KernelBuilder, begin: Expr, best: Expr, best_index: Var) -> None:
     """Increase an index to that of the first item that equals the best: by steps, then by single items."""
-    x, step = k.inputs[0], width * _VECTORS
+    x, width, step = k.inputs[0], kind.width, kind.step
 
     def is_best(value: Expr, best: Expr) -> Expr:
         equal = k.call("equal", value, best)
