@@ -77,7 +77,8 @@ _VECTORS += f"#ifdef cl_khr_fp64\n{_loose('double', 8, 8)}#endif\n"
 _VECTORS_OF_16 = {f"loose_{item}16": _loose(item, 16, size) for item, size in _ITEM_BYTES.items() if size < 4}
 # Vector functions that are faster than PoCL's, to 1 and 3 units in the last place. exp: x is n log(2) plus a
 # remainder; n comes from the low bits of a sum that rounds, and goes into the exponent; subnormal results are
-# flushed to 0. tanh: a polynomial where exp would cancel. The coefficients are Chebyshev fits.
+# flushed to 0. tanh: m / (m + 2), where m is exp(2 |x|) - 1 without cancellation; from 9.1 on it is 1. The
+# coefficients are Chebyshev fits.
 _FUNCTIONS = """
 static inline float8 exp_8(float8 x) {
     float8 c = x < -87.3365479f ? (float8)(-87.3365479f) : x;
@@ -93,10 +94,18 @@ static inline float8 exp_8(float8 x) {
     return !(x <= 88.7228317f) ? x * INFINITY : y;  // infinity or NaN
 }
 static inline float8 tanh_8(float8 x) {
-    float8 z = x * x;
-    float8 p = -5.370970716e-2f + z * (2.055340632e-2f - z * 5.617152728e-3f);
-    p = x * (9.999999957e-1f + z * (-3.333325488e-1f + z * (1.333099022e-1f + z * p)));
-    return z < 0.390625f ? p : 1.0f - 2.0f / (exp_8(x + x) + 1.0f);
+    int8 sign = as_int8(x) & (int)0x80000000;
+    float8 a = as_float8(as_int8(x) ^ sign);
+    a = a > 9.1f ? (float8)(9.1f) : a;
+    float8 t = a * 2.88539008f + 12582912.0f;
+    float8 n = t - 12582912.0f;
+    float8 r = (a + a) - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    float8 p = 4.166644833e-2f + r * (8.364383390e-3f + r * 1.393545454e-3f);
+    p = r + r * r * (5.000000015e-1f + r * (1.666656960e-1f + r * p));
+    float8 power = as_float8((as_int8(t) << 23) + 0x3f800000);
+    float8 m = power * p + (power - 1.0f);
+    return as_float8(as_int8(m / (m + 2.0f)) | sign);
 }
 """
 # PoCL's sin, cos and tan are wrong in all lanes of a vector if any lane is 2^23 or more, infinite or NaN.

@@ -12,7 +12,7 @@ from penstock.kernels.lowering.loop_nest import GROUP_THREADS, LoopNest, Lowered
 from penstock.kernels.lowering.values import Value, computed_dtype
 
 # Of a CPU.
-_BLOCK = 256  # columns that a thread reduces at a time
+_BLOCK = 512  # columns that a thread reduces at a time
 _TOGETHER = 4  # rows that it adds to each of them in one turn: memory is read in as many streams
 # Of a GPU.
 _ABREAST = 16  # threads that read neighbouring columns of a row; the others of a workgroup read other rows

@@ -32,7 +32,7 @@ _EACH = 16  # items of a row per thread of a GPU: the barriers after them cost a
 _PART = 1024  # items of a part of a row, or more
 _MOST_PARTS = 512  # of a row
 _GROUPS = 2  # workgroups for each compute unit of a GPU; rows are divided where there are fewer
-_SEGMENT = 512  # items of a row that are searched a second time if they hold the extreme
+_SEGMENT = 1024  # items of a row that are searched a second time if they hold the extreme
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,16 @@ class _Extreme:
         k.assign(best_index, k.select(wins, index, best_index))
 
     @property
+    def width(self) -> int:
+        """Of a CPU's vectors."""
+        return 8 if np.dtype(self.dtype).itemsize >= 4 else 16
+
+    @property
+    def step(self) -> int:
+        """Items of a row that a CPU compares at a time."""
+        return self.width * _VECTORS
+
+    @property
     def floats(self) -> bool:
         """Whether there may be NaNs."""
         return self.dtype.startswith("float")
@@ -82,11 +92,10 @@ def extreme(node: Node, capabilities: Capabilities) -> Lowering | None:
     dtype = "uint8" if x.dtype == np.bool_ else str(x.dtype)
     shape = along(x.shape, node.attributes["axis"])
     kind = _Extreme(node.primitive.name == "argmax", dtype, *shape)
-    long_row = kind.inner == 1 and kind.length > SHORT_ROW
     if is_cpu(capabilities):
-        few = kind.inner < _FEW
-        build = _rows_on_cpu if long_row else _separately if few else _columns_on_cpu
-    elif long_row:
+        rows, few = kind.inner == 1 and kind.length >= kind.step, kind.inner < _FEW
+        build = _rows_on_cpu if rows else _separately if few else _columns_on_cpu
+    elif kind.inner == 1 and kind.length > SHORT_ROW:
         if (parts := _row_parts(kind, capabilities)) > 1:
             return _in_parts(kind, capabilities, parts)
         build = _row
@@ -191,21 +200,21 @@ def _separately(kind: _Extreme, capabilities: Capabilities) -> KernelSource:
 
 
 def _rows_on_cpu(kind: _Extreme, capabilities: Capabilities) -> KernelSource:
-    """A task for each row. The extreme of a segment is computed in vectors, then searched for if it wins."""
+    """A task for each row. The extreme of each segment is computed in vectors, and the best is searched for."""
     tasks, k = Tasks(kind.outer, capabilities), kind.builder("extreme_of_rows", capabilities)
     x, length = k.inputs[0], kind.length
-    width = 8 if np.dtype(kind.dtype).itemsize >= 4 else 16
-    step = width * _VECTORS
-    whole = length // step * step
+    whole = length // kind.step * kind.step
     with tasks.each(k) as task:
         begin = k.let("begin", task * length)
-        best, best_index = k.variable("best", k.load(x, begin)), k.variable("best_index", 0)
+        best = k.variable("best", k.load(x, begin))
+        best_index = k.variable("best_index", 0)  # at first that of the segment's first item
         with k.loop("start", 0, whole, _SEGMENT) as start:
             stop = k.let("stop", k.call("minimum", start + _SEGMENT, whole))
-            candidate = _segment(kind, k, begin + start, begin + stop, width, best)
+            candidate = _segment(kind, k, begin + start, begin + stop, best)
             with k.when(kind.wins(k, candidate, best)):
                 k.assign(best, candidate)
-                _search(kind, k, begin, start, step, best, best_index)
+                k.assign(best_index, start)
+        _search(kind, k, begin, best, best_index)
         with k.loop("i", whole, length) as i:
             value = k.let("value", k.load(x, begin + i))
             with k.when(kind.wins(k, value, best)):
@@ -215,20 +224,21 @@ def _rows_on_cpu(kind: _Extreme, capabilities: Capabilities) -> KernelSource:
     return k.source(tasks.grid, tasks.group)
 
 
-def _segment(kind: _Extreme, k: KernelBuilder, start: Expr, stop: Expr, width: int, best: Expr) -> Var:
+def _segment(kind: _Extreme, k: KernelBuilder, start: Expr, stop: Expr, best: Expr) -> Var:
     """The extreme of the best value so far and a segment: a NaN if the segment has a NaN."""
-    lanes = range(_VECTORS)
+    width, lanes = kind.width, range(_VECTORS)
     extremes = [k.variable(f"extreme{lane}", k.broadcast(best, width)) for lane in lanes]
     nans = [k.variable("nans", k.broadcast(Const(False, BOOL), width))] if kind.floats else []
-    with k.loop("i", start, stop, width * _VECTORS) as i:
+    with k.loop("i", start, stop, kind.step) as i:
         vectors = [
             k.let(f"vector{lane}", k.load_vector(k.inputs[0], i + lane * width, width)) for lane in lanes
         ]
         for extreme, vector in zip(extremes, vectors, strict=True):
             k.assign(extreme, kind.better(k, vector, extreme))
         for has_nan in nans:
-            for vector in vectors:
-                k.assign(has_nan, k.call("logical_or", has_nan, k.call("not_equal", vector, vector)))
+            # Joined first, because one comparison tells whether either of its sides is a NaN.
+            any_nan = _joined(k, [k.call("not_equal", vector, vector) for vector in vectors])
+            k.assign(has_nan, k.call("logical_or", has_nan, any_nan))
     for other in extremes[1:]:
         k.assign(extremes[0], kind.better(k, other, extremes[0]))
     result = k.block_reduce("candidate", kind.reduction, extremes[0], 1, 1)
@@ -238,29 +248,39 @@ def _segment(kind: _Extreme, k: KernelBuilder, start: Expr, stop: Expr, width: i
     return result
 
 
-def _search(
-    kind: _Extreme, k: KernelBuilder, begin: Expr, start: Expr, step: int, best: Expr, best_index: Var
-) -> None:
-    """Assign the index, from `start` on, of the first item that equals the best: its step, then the item."""
+def _search(kind: _Extreme, k: KernelBuilder, begin: Expr, best: Expr, best_index: Var) -> None:
+    """Increase an index to that of the first item that equals the best: by steps, then by single items."""
+    x, width, step = k.inputs[0], kind.width, kind.step
 
-    def is_best(index: Expr) -> Expr:
-        value = k.let("value", k.load(k.inputs[0], begin + index))
+    def is_best(value: Expr, best: Expr) -> Expr:
         equal = k.call("equal", value, best)
         if not kind.floats:
             return equal
         # If the best is a NaN, every NaN counts as equal; if it is not, there are no NaNs.
         return k.call("logical_or", equal, k.call("not_equal", value, value))
 
-    k.assign(best_index, start - step)
-    found = k.variable("found", 0)
-    with k.repeat(found.eq(0)):
+    k.assign(best_index, best_index - step)
+    found = k.variable("found", Const(False, BOOL))
+    with k.repeat(~found):
         k.assign(best_index, best_index + step)
-        with k.loop("j", 0, step) as j:
-            k.assign(found, found | k.select(is_best(best_index + j), 1, 0))
-    k.assign(found, 0)
-    with k.repeat(found.eq(0)):
-        k.assign(found, k.select(is_best(best_index), 1, 0))
-        k.assign(best_index, best_index + 1 - found)
+        vectors = [
+            k.let(f"vector{lane}", k.load_vector(x, begin + best_index + lane * width, width))
+            for lane in range(_VECTORS)
+        ]
+        flags = [is_best(vector, k.broadcast(best, width)) for vector in vectors]
+        any_lane = k.let("any_lane", _joined(k, flags))
+        k.assign(found, k.block_reduce("any_best", "any", any_lane, 1, 1))
+    item = k.variable("item", k.load(x, begin + best_index))
+    with k.repeat(~is_best(item, best)):
+        k.assign(best_index, best_index + 1)
+        k.assign(item, k.load(x, begin + best_index))
+
+
+def _joined(k: KernelBuilder, flags: list[Expr]) -> Expr:
+    """Whether any of some flags is true, by lane."""
+    while len(flags) > 1:
+        flags = [k.call("logical_or", a, b) for a, b in zip(flags[::2], flags[1::2], strict=True)]
+    return flags[0]
 
 
 def _columns_on_cpu(kind: _Extreme, capabilities: Capabilities) -> KernelSource:
