@@ -1,9 +1,9 @@
 """The pass that keeps the channels of images last in memory, where a library multiplies matrices.
 
 There, a convolution is a product whose rows are windows and whose columns are channels, or a primitive with
-the channels last, and its result is a view of that with the channels as the second axis (see `convolution`). Each operation on such views
-becomes the same operation on what is below them, with the view after it. So the next convolution finds its
-channels last, and the sums of a batch norm are sums of columns.
+the channels last. Its result is a view of that, with the channels as the second axis (see `convolution`).
+Each operation on such views becomes the same operation on what is below them, with the view after it. So the
+next convolution finds its channels last, and the sums of a batch norm are sums of columns.
 """
 
 from __future__ import annotations
