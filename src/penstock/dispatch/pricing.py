@@ -71,6 +71,8 @@ def _product_seconds(node: Node, rates: Rates, numpy: bool) -> float:
     if node.primitive.kind is Kind.ATTENTION:
         batch, queries, heads, width = node.inputs[0].shape
         return rates.product_seconds(4.0 * batch * heads * width * queries * node.inputs[1].shape[1])
+    if node.primitive.kind is Kind.CONVOLUTION:
+        return rates.product_seconds(float(node.primitive.operations_of(node)))
     inner = node.inputs[0].shape[-1]
     each = 2.0 * math.prod(node.shape[-2:]) * inner
     count = max(math.prod(node.shape[:-2]), 1)

@@ -1,9 +1,9 @@
 """The pass that keeps the channels of images last in memory, where a library multiplies matrices.
 
-There, a convolution is a product whose rows are windows and whose columns are channels, and its result is a
-view of that product with the channels as the second axis (see `convolution`). Each operation on such views
-becomes the same operation on what is below them, with the view after it. So the next convolution finds its
-channels last, and the sums of a batch norm are sums of columns.
+There, a convolution is a product whose rows are windows and whose columns are channels, or a primitive with
+the channels last. Its result is a view of that, with the channels as the second axis (see `convolution`).
+Each operation on such views becomes the same operation on what is below them, with the view after it. So the
+next convolution finds its channels last, and the sums of a batch norm are sums of columns.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class _Sinking:
         (source,) = node.inputs
         if source.value is not None or order != (0, node.ndim - 1, *range(1, node.ndim - 1)):
             return None
-        return (self._new[source], order) if node.ndim >= 4 or source.primitive is RESHAPE else None
+        image = node.ndim >= 4 or source.primitive is RESHAPE or source.primitive.kind is Kind.CONVOLUTION
+        return (self._new[source], order) if image else None
 
     def _sunk_elementwise(self, node: Node, axes: Axes) -> tuple[Node, Axes] | None:
         """Where all inputs are in that order already, or are read in any order at no cost."""

@@ -357,7 +357,7 @@ def _facts(program: Executable) -> _Facts:
             operations += cost.operations
             moved += cost.nbytes
         for node in group.nodes:
-            if node.primitive.kind is Kind.CONTRACTION:
+            if node.primitive.kind in (Kind.CONTRACTION, Kind.CONVOLUTION):
                 products[str(node.inputs[0].dtype)] += node.primitive.operations_of(node)
         if group.kind == "raw" and {node.shape for node in group.outputs} <= {
             node.shape for node in group.inputs

@@ -2,7 +2,8 @@
 
 // A thread has V neighbouring channels of P neighbouring pixels of the result; V > 1 with a channel in a group.
 template <class T, class S, int V, int P>
-DEVICE void convolution_direct(typename T::Bits *out, const typename T::Bits *x, const typename T::Bits *weight) {
+DEVICE void convolution_direct(
+    typename T::Bits *out, const typename T::Bits *x, const typename T::Bits *weight) {
     constexpr int CHANNELS = S::GROUPS * S::OUT, PARTS = CHANNELS / V, RUNS = (S::OW + P - 1) / P;
     int task = GROUP(0) * THREADS + THREAD;
     int channel = task % PARTS * V, left = task / PARTS % RUNS * P, line = task / (PARTS * RUNS);
@@ -30,30 +31,34 @@ DEVICE void convolution_direct(typename T::Bits *out, const typename T::Bits *x,
                 y /= S::SH;
             }
             if ((uint)y >= S::H) continue;
-            const typename T::Bits *row = x + (long)((image * S::D + z) * S::H + y) * (S::W * S::GROUPS * S::IN) + source;
+            long line_place = (long)((image * S::D + z) * S::H + y) * (S::W * S::GROUPS * S::IN);
+            const typename T::Bits *row = x + line_place + source;
             const typename T::Bits *taps = weight + (kz * S::KH + ky) * (S::KW * S::IN * CHANNELS) + channel;
 #pragma unroll
-            for (int kx = 0; kx < S::KW; kx++)
-                for (int in = 0; in < S::IN; in++) {
-                    float factors[V];
-                    read_items<T, V>(factors, taps + (kx * S::IN + in) * CHANNELS);
+            for (int kx = 0; kx < S::KW; kx++) {
+                float factors[S::IN][V];
 #pragma unroll
-                    for (int p = 0; p < P; p++) {
-                        int at = (left + p) * S::SW - S::PW + kx * S::AW;
-                        bool there = true;
-                        if (S::TRANSPOSED) {
-                            at = left + p + S::PW - kx * S::AW;
-                            there = at % S::SW == 0;
-                            at /= S::SW;
-                        }
-                        if (there && (uint)at < S::W) {
-                            float items[V];
-                            read_items<T, V>(items, row + at * (S::GROUPS * S::IN) + in);
+                for (int in = 0; in < S::IN; in++)
+                    read_items<T, V>(factors[in], taps + (kx * S::IN + in) * CHANNELS);
 #pragma unroll
-                            for (int v = 0; v < V; v++) sums[p][v] += items[v] * factors[v];
-                        }
+                for (int p = 0; p < P; p++) {
+                    int at = (left + p) * S::SW - S::PW + kx * S::AW;
+                    bool there = true;
+                    if (S::TRANSPOSED) {
+                        at = left + p + S::PW - kx * S::AW;
+                        there = at % S::SW == 0;
+                        at /= S::SW;
+                    }
+                    if (there && (uint)at < S::W) {
+                        float items[S::IN * V];  // of several channels, or of all channels of a group
+                        read_items<T, S::IN * V>(items, row + at * (S::GROUPS * S::IN));
+#pragma unroll
+                        for (int in = 0; in < S::IN; in++)
+#pragma unroll
+                            for (int v = 0; v < V; v++) sums[p][v] += items[in * V + v] * factors[in][v];
                     }
                 }
+            }
         }
     }
 #pragma unroll

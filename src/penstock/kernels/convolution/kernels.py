@@ -16,7 +16,7 @@ from penstock.kernels.source import KernelSource, head
 from penstock.kernels.templates.launches import Launch, Lowering
 
 _LOCAL_BYTES = 48 << 10
-_STAGE_ROW = 64  # bytes of a row that a workgroup has in local memory in each stage
+_STEP_BYTES = (128, 64)  # of a row in a stage: channels of an item of a window
 _DIRECT_THREADS, _DIRECT_PIXELS = 128, 4
 _WEIGHT_THREADS = 256  # of the direct gradient by a weight
 _WEIGHT_ITEMS = 9  # of a window, whose sums a thread has
@@ -86,14 +86,15 @@ class _Writer:
     def tiles(self) -> Lowering:
         """A launch of tiles of pixels and channels."""
         tile = _fitting(_TILES[self._item_bytes], self._outputs, lambda tile: tile.columns)
-        stages = _stages(_STAGE_ROW * (tile.rows + tile.columns))
+        step = self._step_bytes(tile)
+        stages = _stages(step * (tile.rows + tile.columns))
         phases, pixels = 1, self._pixels
         if self._node.primitive is IMPLICIT_TRANSPOSE:
             along = zip(self._result.shape[1:-1], self._geometry.stride, strict=True)
             phases = math.prod(self._geometry.stride)
             pixels = self._result.shape[0] * math.prod(-(-length // step) for length, step in along)
         parts = -(-self._outputs // tile.columns) * phases * self._geometry.groups
-        arguments = f"{tile.rows}, {tile.columns}, {tile.warps[0]}, {tile.warps[1]}, {stages}"
+        arguments = f"{tile.rows}, {tile.columns}, {tile.warps[0]}, {tile.warps[1]}, {step}, {stages}"
         return Lowering(
             (
                 self._launch(
@@ -138,6 +139,18 @@ class _Writer:
         arguments = f"{width}, {_WEIGHT_THREADS // runs}, {runs}, {items}"
         call = f"convolution_direct_weight<TYPE, SHAPE, {arguments}>(out, x, y, {share});"
         return self._summed("weight_direct", call, tiles, splits, _WEIGHT_THREADS, 1)
+
+    def _step_bytes(self, tile: _Tile) -> int:
+        """A whole line of a cache at once, if channels fill lines and two stages fit into local memory."""
+        return next(
+            step
+            for step in _STEP_BYTES
+            if step == _STEP_BYTES[-1]
+            or (
+                self._channels * self._item_bytes % step == 0
+                and _stages(step * (tile.rows + tile.columns)) >= 2
+            )
+        )
 
     # Launches
 

@@ -41,21 +41,24 @@ template <int M, int N> DEVICE void wait_for_products(float (&sums)[M][N][4]) {
             :: "memory");
 }
 // What `wgmma` wants to know of a tile: where it is, how far from 8 rows to the next, and how it is swizzled.
-DEVICE ulong tile_of_steps(uint from) { return 0x8000002000010000ul | (from >> 4); }  // 512 bytes; rows of 64
-DEVICE ulong tile_of_lines(uint from) { return 0x4000004000400000ul | (from >> 4); }  // 1024; rows of 128
+template <int ROW> DEVICE ulong tile_at(uint from) {
+    return (ROW == 64 ? 0x8000002000010000ul : 0x4000004000010000ul) | (from >> 4);
+}
 
 template <class T> DEVICE void round_factors(uint (&words)[4]) {
 #pragma unroll
     for (int e = 0; e < 4; e++) words[e] = T::factor(words[e]);
 }
 
-const int ROW = 64;  // bytes of a row of a stage: four units of 16, swizzled so that 8 rows are in all banks
-DEVICE uint place_of(int row, int unit) { return row * ROW + (((unit ^ (row >> 1)) & 3) << 4); }
+// Where 16 bytes of a row of ROW bytes are: swizzled so that 8 rows are in all banks.
+template <int ROW> DEVICE uint place_of(int row, int unit) {
+    return row * ROW + (ROW == 64 ? ((unit ^ (row >> 1)) & 3) << 4 : ((unit ^ row) & 7) << 4);
+}
 
 template <bool MANY> struct Bits { typedef uint Mask; };
 template <> struct Bits<true> { typedef ulong Mask; };
 // Items of 16 bytes that a thread reads of windows, one after the other: channels of an item of the window.
-template <class T, class S> struct Reader {
+template <class T, class S, int ROW> struct Reader {
     static constexpr int STEP = ROW / T::BYTES, UNIT = 16 / T::BYTES;
     typedef typename Bits<(S::KD * S::KH * S::KW > 32)>::Mask Mask;
     // Where channels divide evenly, the items of a window come first: neighbours read the same pixels.
@@ -116,9 +119,10 @@ template <class T, class S> struct Reader {
 // The convolution of images (batch, D, H, W, GROUPS * IN) with a weight (GROUPS * OUT, KD, KH, KW, IN), or its
 // transpose: (batch, OD, OH, OW, GROUPS * OUT). A workgroup has ROWS pixels of the result, all of the same
 // remainders by the stride if it is a transpose, and COLUMNS channels of a group.
-template <class T, class S, int ROWS, int COLUMNS, int WARPS_M, int WARPS_N, int STAGES>
+template <class T, class S, int ROWS, int COLUMNS, int WARPS_M, int WARPS_N, int ROW, int STAGES>
 DEVICE void convolution_tiles(void *out, const void *x, const void *weight) {
-    constexpr int COUNT = 32 * WARPS_M * WARPS_N, PASS = COUNT / 4, BYTES = (ROWS + COLUMNS) * ROW;
+    constexpr int COUNT = 32 * WARPS_M * WARPS_N, UNITS = ROW / 16, PASS = COUNT / UNITS;
+    constexpr int BYTES = (ROWS + COLUMNS) * ROW;  // of a stage
     constexpr int M = ROWS / WARPS_M / 16, N = COLUMNS / WARPS_N / 8;
     constexpr bool TOGETHER = Warpgroups<T, WARPS_M, N>::used && WARPS_N == 1;
     constexpr int COLUMN_TILES = (S::OUT + COLUMNS - 1) / COLUMNS;
@@ -137,11 +141,11 @@ DEVICE void convolution_tiles(void *out, const void *x, const void *weight) {
     Axis az = axis_of<S::TRANSPOSED, S::KD, S::SD, S::AD, S::PD, S::ED>(rz);
     Axis ay = axis_of<S::TRANSPOSED, S::KH, S::SH, S::AH, S::PH, S::EH>(ry);
     Axis ax = axis_of<S::TRANSPOSED, S::KW, S::SW, S::AW, S::PW, S::EW>(rx);
-    int unit = THREAD % 4, own = THREAD / 4;
-    Reader<T, S> reader(az, ay, ax, unit);
+    int unit = THREAD % UNITS, own = THREAD / UNITS;
+    Reader<T, S, ROW> reader(az, ay, ax, unit);
 
     const uchar *from[ROWS / PASS];
-    typename Reader<T, S>::Mask seen[ROWS / PASS];
+    typename Reader<T, S, ROW>::Mask seen[ROWS / PASS];
 #pragma unroll
     for (int i = 0; i < ROWS / PASS; i++) {
         int row = first_row + own + i * PASS;
@@ -162,12 +166,13 @@ DEVICE void convolution_tiles(void *out, const void *x, const void *weight) {
         bool inside = reader.inside();
 #pragma unroll
         for (int i = 0; i < ROWS / PASS; i++)
-            begin_copy(tile + place_of(own + i * PASS, unit), from[i] + at, inside && seen[i] >> reader.item & 1);
+            begin_copy(tile + place_of<ROW>(own + i * PASS, unit), from[i] + at,
+                       inside && seen[i] >> reader.item & 1);
         const uchar *place = matrix + reader.weight_place() * T::BYTES;
 #pragma unroll
         for (int i = 0; i < COLUMNS; i += PASS)
             if (COLUMNS % PASS == 0 || own + i < COLUMNS)
-                begin_copy(tile + ROWS * ROW + place_of(own + i, unit), place + (long)i * LENGTH * T::BYTES,
+                begin_copy(tile + ROWS * ROW + place_of<ROW>(own + i, unit), place + (long)i * LENGTH * T::BYTES,
                            inside && (S::OUT % COLUMNS == 0 || column + own + i < S::OUT));
         reader.next();
     };
@@ -196,9 +201,9 @@ DEVICE void convolution_tiles(void *out, const void *x, const void *weight) {
         if constexpr (TOGETHER) {
             begin_products();
 #pragma unroll
-            for (int part = 0; part < 4; part += 2)
-                multiply_together<T, 0>(sums[0], tile_of_steps(left + warp / 4 * (64 * ROW) + part * 16),
-                                        tile_of_steps(right + part * 16));
+            for (int part = 0; part < UNITS; part += 2)
+                multiply_together<T, 0>(sums[0], tile_at<ROW>(left + warp / 4 * (64 * ROW) + part * 16),
+                                        tile_at<ROW>(right + part * 16));
             end_products();
         }
         if (step + STAGES - 1 < steps) fetch(last);
@@ -208,17 +213,17 @@ DEVICE void convolution_tiles(void *out, const void *x, const void *weight) {
             continue;
         }
 #pragma unroll
-        for (int part = 0; part < 4; part += 2) {
+        for (int part = 0; part < UNITS; part += 2) {
             uint a[M][4], b[N / 2][4];
 #pragma unroll
             for (int i = 0; i < M; i++) {
-                load_tiles(a[i], left + place_of(warp_row + i * 16 + lane % 16, part + lane / 16));
+                load_tiles(a[i], left + place_of<ROW>(warp_row + i * 16 + lane % 16, part + lane / 16));
                 round_factors<T>(a[i]);
             }
 #pragma unroll
             for (int j = 0; j < N / 2; j++) {
                 int row = warp_column + j * 16 + lane % 8 + lane / 16 * 8;
-                load_tiles(b[j], right + place_of(row, part + lane / 8 % 2));
+                load_tiles(b[j], right + place_of<ROW>(row, part + lane / 8 % 2));
                 round_factors<T>(b[j]);
             }
 #pragma unroll
@@ -363,8 +368,8 @@ DEVICE void convolution_weight_tiles(float *sums_out, const void *x, const void 
 #pragma unroll
                 for (int j = 0; j < N; j += 8)
                     multiply_together<T, 1>(*(float (*)[8][4])sums[0][j],
-                        tile_of_lines(left + (warp % WARPS_M / 4 * PIXELS + part * 16) * 128),
-                        tile_of_lines(right + ((warp / WARPS_M * N + j) / 8 * PIXELS + part * 16) * 128));
+                        tile_at<128>(left + (warp % WARPS_M / 4 * PIXELS + part * 16) * 128),
+                        tile_at<128>(right + ((warp / WARPS_M * N + j) / 8 * PIXELS + part * 16) * 128));
             end_products();
         }
         if (step + STAGES - 1 < steps) fetch(last, begin + (step + STAGES - 1) * PIXELS);
@@ -392,7 +397,8 @@ DEVICE void convolution_weight_tiles(float *sums_out, const void *x, const void 
 #pragma unroll
             for (int j = 0; j < N / 2; j++) {
                 if constexpr (T::BYTES == 4) {
-                    uint from = right + (part + lane % 4) * Right::APART + (warp_column + j * 16 + lane / 4) * 4;
+                    int at = warp_column + j * 16 + lane / 4;
+                    uint from = right + (part + lane % 4) * Right::APART + at * 4;
                     b[j][0] = shared_word(from), b[j][1] = shared_word(from + 4 * Right::APART);
                     b[j][2] = shared_word(from + 32), b[j][3] = shared_word(from + 4 * Right::APART + 32);
                 } else {
