@@ -32,6 +32,7 @@ _ITEMS = 32  # neighbouring inputs of a thread
 _CHUNK = 4 * _ITEMS  # inputs of a warp
 _FEW_WARPS, _MOST_WARPS = 8, 32  # of a workgroup; more, where there are few workgroups
 _FEW_TILES = 2  # for each compute unit: with fewer, a workgroup has a single tile
+_RESIDENT = 4  # workgroups of a compute unit, where there are many, of few rows
 _WORDS = 4  # that a thread reads at once
 _AT_ONCE = 4  # tiles whose integers a thread has registers for
 
@@ -46,12 +47,16 @@ class _Place:
 
 
 def tensor_packed(
-    k: KernelBuilder, problems: Sequence[PackedProblem], capabilities: Capabilities, epilogue: Epilogues
+    k: KernelBuilder,
+    problems: Sequence[PackedProblem],
+    capabilities: Capabilities,
+    epilogue: Epilogues,
+    prologue: Callable[[KernelBuilder, int], Memory] | None = None,
 ) -> KernelSource:
     """Products of the same rows with matrices of the same shape.
 
     A workgroup computes some tiles of features of each matrix, of all rows. Its warps divide the inputs among
-    them.
+    them. A `prologue`, which gets the number of threads, computes the rows as words in local memory.
     """
     problem = problems[0]
     few = len(problems) * problem.columns / _FEATURES < _FEW_TILES * capabilities.compute_units
@@ -72,6 +77,9 @@ def tensor_packed(
     }
     at_once = max(min(steps, _AT_ONCE // len(own)), 1)
     rounds = ceil(steps / at_once)
+    x = problem.x
+    if prologue is not None and rounds > 1:
+        x = prologue(k, warps * _WARP)
     with k.loop("round", 0, rounds) as round_:
         read: list[tuple[ir.Var, ir.Var | None, list[_Left]]] = []
         for turn in range(at_once):
@@ -84,30 +92,42 @@ def tensor_packed(
                 for number, (matrix, tile) in enumerate(own)
             ]
             read.append((at, inside, lefts))
+        if prologue is not None and rounds == 1:  # while the integers are under way
+            x = prologue(k, warps * _WARP)
         # A few workgroups read all integers before they compute anything; many wait for each other's.
         with k.optimization_barrier(k.fresh("once")) if few else nullcontext(ir.Const(0)) as none:
             for at, inside, lefts in read:
-                x = [_row_words(k, problem, rows, at + none, inside, place) for rows in range(row_tiles)]
+                own_rows = [
+                    _row_words(k, problem, x, rows, at + none, inside, place) for rows in range(row_tiles)
+                ]
                 for number, left in enumerate(lefts):
                     for part in range(_ITEMS // 4):  # the inputs of a thread that a product of tiles takes
                         pairs = left.pairs(part)
-                        for rows, words in enumerate(x):
+                        for rows, words in enumerate(own_rows):
                             k.multiply_tiles(
                                 totals[number, rows], pairs, words[2 * part :][:2], problem.x.dtype
                             )
     _finish(k, problems, warps, first, totals, place, epilogue)
-    return k.source((ceil(problem.columns / (tiles * _FEATURES)),), (warps * _WARP,))
+    resident = 1 if few or row_tiles > 1 else _RESIDENT
+    return k.source((ceil(problem.columns / (tiles * _FEATURES)),), (warps * _WARP,), resident)
 
 
 def _row_words(
-    k: KernelBuilder, problem: PackedProblem, rows: int, at: ir.Expr, inside: ir.Expr | None, place: _Place
+    k: KernelBuilder,
+    problem: PackedProblem,
+    x: Memory,
+    rows: int,
+    at: ir.Expr,
+    inside: ir.Expr | None,
+    place: _Place,
 ) -> list[ir.Expr]:
     """A thread's items of a row of x, as words of two; those of the last row for rows beyond it."""
-    words = Memory(problem.x.name, "uint32")
+    words = x if x.dtype == "uint32" else Memory(x.name, "uint32")
     row = clamped(k, k.fresh(f"row{rows}"), place.line + rows * _ROWS, problem.rows)
     result: list[ir.Expr] = []
     for part in range(_ITEMS // 2 // _WORDS):
         index = row * problem.inner + at + part * 2 * _WORDS  # in items
+        index = index // 2 if x is words else index
         read = k.load_vector(words, index, _WORDS, aligned=_WORDS, mask=inside)
         name = k.let(k.fresh(f"x{rows}"), read)
         result += [k.lane(name, word) for word in range(_WORDS)]
