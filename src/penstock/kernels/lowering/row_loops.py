@@ -18,6 +18,7 @@ from penstock.kernels.lowering.partials import Partials
 from penstock.kernels.lowering.streaming import hinted, read_once
 from penstock.kernels.lowering.sums_of_rows import SumsOfRows
 from penstock.kernels.lowering.values import Value, computed_dtype
+from penstock.kernels.rewriting import divided
 from penstock.kernels.source import WORD, item_size
 
 # Of a GPU.
@@ -101,14 +102,18 @@ class RowLoops(SumsOfRows):
         emitter.bodies[0] += self.unpack("row", self.joined(self._rows), 0)
         passes = 1 + max(level - self._reduces_row(node) for node, level in self._levels.items())
         needed = [self._needed(stage) for stage in range(passes)]
+        start = len(emitter.bodies[0])
         for stage in range(self._first_pass, passes):
             emitter.stage = stage
             self._pass(stage, self._kept(needed, stage))
+        end = len(emitter.bodies[0])
         reduced = [
             (at, emitter.at_number(node, self._row), self._row)
             for at, node in enumerate(self.group.outputs)
             if not self._is_whole(node) and at not in self._column_sums
         ]
+        if self.gpu:
+            self._read_first(start, end)
         before = len(emitter.bodies[0])
         self.store(reduced)
         if self.gpu:
@@ -127,6 +132,15 @@ class RowLoops(SumsOfRows):
             part = self.chunk(rows, self.tasks(rows, rows * columns))
             kernel.body = [*part, ir.loop("row", ir.Var("begin"), ir.Var("end"), emitter.bodies[0])]
         return self.lowered()
+
+    def _read_first(self, start: int, end: int) -> None:
+        """Move what follows the passes of a row before them, if it depends on none: biases, for instance.
+
+        Else a row would wait for them once more. The passes are the statements from `start` to `end`.
+        """
+        body = self.emitter.bodies[0]
+        ready, later = divided(body[end:], {getattr(part, "name", "") for part in body[start:end]})
+        body[start:] = [*ready, *body[start:end], *later]
 
     def _row_of_thread(self, first: ir.Expr) -> list[ir.Statement]:
         """The row of a thread, from `first` on; the last row for those beyond, which store nothing."""

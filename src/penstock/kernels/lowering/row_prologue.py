@@ -5,9 +5,6 @@ Every workgroup has a copy of it in local memory, as words of two items.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from penstock.fusion.groups import Group
 from penstock.fusion.index import Variables, variable
 from penstock.graph.node import Kind, Node
@@ -15,7 +12,7 @@ from penstock.kernels import ir
 from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.lowering.emitter import Emitter
 from penstock.kernels.lowering.values import Value, computed_dtype
-from penstock.kernels.rewriting import rewritten
+from penstock.kernels.rewriting import divided
 
 _WARP = 32
 _AT = "own_item"  # the first item of a thread
@@ -51,7 +48,7 @@ class RowPrologue:
         unknown = set(names.values())
         for node, value in zip(reductions, reduced, strict=True):
             # What does not depend on the reduction, such as the weights of a norm, is read before it.
-            ready, later = _divided(later, unknown)
+            ready, later = divided(later, unknown)
             k.splice(ready)
             self._reduce(k, node, names[node], value, inside, threads)
             unknown.discard(names[node])
@@ -94,30 +91,3 @@ class RowPrologue:
         whole = k.variable(name, k.identity(operation, dtype))
         with k.loop(f"{name}_warp", 0, warps, unrolled=warps) as warp:
             k.accumulate(whole, operation, k.load(parts, warp))
-
-
-def _divided(
-    statements: Sequence[ir.Statement], unknown: set[str]
-) -> tuple[list[ir.Statement], list[ir.Statement]]:
-    """Statements that do not depend on unknown variables, and the others."""
-    blocked = set(unknown)
-    ready: list[ir.Statement] = []
-    later: list[ir.Statement] = []
-    for statement in statements:
-        assert isinstance(statement, ir.Let), statement
-        waits = not blocked.isdisjoint(_variables(statement.value))
-        (later if waits else ready).append(statement)
-        blocked.update([statement.name] if waits else [])
-    return ready, later
-
-
-def _variables(expr: ir.Expr) -> set[str]:
-    """The names of the variables in an expression."""
-    names: set[str] = set()
-
-    def note(tree: Any) -> None:
-        if isinstance(tree, ir.Var):
-            names.add(tree.name)
-
-    rewritten(expr, note)
-    return names
