@@ -60,6 +60,7 @@ class RowLoops(SumsOfRows):
             axes = tuple(range(2, source.ndim))
         self._rows, self._columns, self._row, self._column, _ = self.reduction_axes(source.shape, axes)
         self._number = self._row * self.group.columns + self._column
+        self._reads: ir.For | None = None  # what a thread reads of its row before it computes anything
         self._levels = self._levels_after(0)  # of each node: how many passes must end before it is computed
         self._first_pass = max((self._levels[node] for node in self._of_vector), default=0)  # over rows
         if self._of_vector:
@@ -97,7 +98,7 @@ class RowLoops(SumsOfRows):
             first = ir.WORKGROUP * part_rows
             first = first + ir.Var("again") if part_rows > together else first
             before_rows = self._vector_passes()
-            emitter.bodies[0] = self._row_of_thread(first)
+            emitter.bodies[0], self._reads = self._row_of_thread(first), None
             self._sum_names = {at: emitter.name("tally") for at in self._column_sums}
         emitter.bodies[0] += self.unpack("row", self.joined(self._rows), 0)
         passes = 1 + max(level - self._reduces_row(node) for node, level in self._levels.items())
@@ -125,7 +126,11 @@ class RowLoops(SumsOfRows):
                 kernel.body = self._with_column_sums(kernel.body, part_rows, together)
             elif part_rows > together:
                 kernel.body = [self._over_rows(kernel.body, part_rows, together)]
-            kernel.body = [ir.Let("rank", ir.THREAD % self._threads), *before_rows, *kernel.body]
+            if part_rows == together:
+                kernel.body = self._around(before_rows, kernel.body)
+            else:
+                kernel.body = [*before_rows, *kernel.body]
+            kernel.body.insert(0, ir.Let("rank", ir.THREAD % self._threads))
             if sum(any(self._results_of(stage)) for stage in range(self._first_pass, passes)) == 1:
                 kernel.body = hinted(kernel.body, self.group, read_once(self.group, rows * columns))
         else:
@@ -199,15 +204,39 @@ class RowLoops(SumsOfRows):
         emitter = self.emitter
         emitter.bodies[0] = []
         number, self._number = self._number, self._column
+        emitter.stage = 0
+        if self._fits_registers():
+            self._pass(0, self._vector_inputs(), whole=False)
+        inputs = [*emitter.kept]
         for stage in range(self._first_pass):
             emitter.stage = stage
             self._pass(stage, [])
         if self._fits_registers():
             emitter.stage = self._first_pass
             self._pass(self._first_pass, self._vectors(), whole=False)
+        for key in inputs:
+            del emitter.kept[key]
         self._number = number
         # Threads exchange values in local memory, which the rows reuse.
         return [*emitter.bodies[0], ir.Barrier()]
+
+    def _around(self, before_rows: list[ir.Statement], body: list[ir.Statement]) -> list[ir.Statement]:
+        """The body of a row, which reads its items, then computes the vector, and then goes on."""
+        reads = next((1 + at for at, part in enumerate(body) if part is self._reads), 0)
+        first = [part for part in body[:reads] if not isinstance(part, ir.Forget)]  # of vectors
+        rest = [part for part in body[:reads] if isinstance(part, ir.Forget)]
+        return [*first, *before_rows, *rest, *body[reads:]]
+
+    def _vector_inputs(self) -> list[Node]:
+        """The inputs that vectors are computed from: all are read at once, and stay in registers."""
+        stack, seen = [*self._of_vector, *self._vectors()], set[Node]()
+        while stack:
+            node = stack.pop()
+            if node not in seen:
+                seen.add(node)
+                stack += () if node in self.group.inputs else node.inputs
+        inputs = [node for node in self.group.inputs if node in seen and node.size == self.group.columns]
+        return inputs if self._words(inputs) <= _READ_WORDS else []
 
     def _vectors(self) -> list[Node]:
         """The vectors that rows read and that depend on reductions."""
@@ -473,6 +502,7 @@ class RowLoops(SumsOfRows):
         for key, (name, _, dtype) in arrays.items():
             emitter.store(name, dtype, slot, emitter.value(*key), lanes)
         reads = self._step_loop(start, turns, [*inside, *emitter.leave()])
+        self._reads = self._reads or reads
         emitter.kept.update(arrays)
         body()
         rest = self._step_loop(start, turns, [*inside, *emitter.leave()])
