@@ -20,6 +20,7 @@ from math import ceil
 from penstock.drivers.driver import Capabilities
 from penstock.kernels import ir
 from penstock.kernels.builder import KernelBuilder, Memory
+from penstock.kernels.rewriting import divided
 from penstock.kernels.source import KernelSource
 from penstock.kernels.templates.packed_matmul import PackedProblem, byte_floats, clamped
 
@@ -69,6 +70,7 @@ def tensor_packed(
         k.let("part", k.thread % 4),
     )
     first = k.let("first", k.group() * (tiles * _FEATURES))
+    results = _Results(k, problems, warps * _WARP, first, tiles * _FEATURES, epilogue)
     own = [(matrix, tile) for matrix in problems for tile in range(tiles)]
     totals = {
         (number, rows): [k.variable(f"total{number}_{rows}_{item}", 0.0, "float32") for item in range(4)]
@@ -107,7 +109,7 @@ def tensor_packed(
                             k.multiply_tiles(
                                 totals[number, rows], pairs, words[2 * part :][:2], problem.x.dtype
                             )
-    _finish(k, problems, warps, first, totals, place, epilogue)
+    results.finish(totals, place)
     resident = 1 if few or row_tiles > 1 else _RESIDENT
     return k.source((ceil(problem.columns / (tiles * _FEATURES)),), (warps * _WARP,), resident)
 
@@ -191,35 +193,68 @@ class _Left:
         return self._k.call(f"paired_{self._problem.x.dtype}", low, high, dtype="uint32")
 
 
-def _finish(
-    k: KernelBuilder,
-    problems: Sequence[PackedProblem],
-    warps: int,
-    first: ir.Expr,
-    totals: Mapping[tuple[int, int], Sequence[ir.Var]],
-    place: _Place,
-    epilogue: Epilogues,
-) -> None:
-    """Add up the totals of all warps, and store the results: neighbours are neighbouring features."""
-    problem = problems[0]
-    tiles, row_tiles = (1 + max(key[axis] for key in totals) for axis in range(2))
-    everything, rows = tiles * _FEATURES, row_tiles * _ROWS
-    features = everything // len(problems)  # of each matrix
-    parts = k.shared("parts", "float32", warps * rows * everything)
-    for (tile, row_tile), items in totals.items():
-        for number, total in enumerate(items):
-            row = place.part * 2 + (row_tile * _ROWS + number % 2)
-            feature = place.line + (tile * _FEATURES + number // 2 * (_FEATURES // 2))
-            k.store(parts, (place.warp * rows + row) * everything + feature, total)
-    k.barrier()
-    with k.loop("item", k.thread, features * problem.rows, warps * _WARP) as item:
-        own, column = k.let("row", item // features), k.let("column", first + item % features)
-        sums = []
-        for number in range(len(problems)):
-            whole = k.variable(f"whole{number}", 0.0, "float32")
-            at = k.let(f"from{number}", own * everything + (item % features + number * features))
-            with k.loop(f"other{number}", 0, warps, unrolled=warps) as other:
-                k.assign(whole, whole + k.load(parts, other * (rows * everything) + at))
-            sums.append(k.let(f"product{number}", whole))
-        with k.when(column < problem.columns):
-            k.splice(epilogue(own, column, sums))
+class _Results:
+    """The items of all products that a workgroup has, and what is computed from them.
+
+    Where each thread has one at most, what that needs besides is read before the products.
+    """
+
+    def __init__(
+        self,
+        k: KernelBuilder,
+        problems: Sequence[PackedProblem],
+        threads: int,
+        first: ir.Expr,
+        features: int,
+        epilogue: Epilogues,
+    ) -> None:
+        """`features`: of each matrix, from `first` on."""
+        self._k, self._problem, self._threads = k, problems[0], threads
+        self._first, self._features, self._epilogue = first, features, epilogue
+        self._products = [ir.Var(f"product{at}", ir.Type("float32")) for at in range(len(problems))]
+        self._count = features * self._problem.rows
+        self._later: list[ir.Statement] = []
+        if self._count <= threads:
+            self._item = clamped(k, "item", k.thread, self._count)
+            names = [product.name for product in self._products]
+            ready, self._later = divided(self._statements(self._item), names)
+            k.splice(ready)
+
+    def _statements(self, item: ir.Expr) -> list[ir.Statement]:
+        k, columns = self._k, self._problem.columns
+        row, column = k.let("row", item // self._features), k.let("own", self._first + item % self._features)
+        inside = column if columns % self._features == 0 else clamped(k, "column", column, columns)
+        return self._epilogue(row, inside, self._products)
+
+    def finish(self, totals: Mapping[tuple[int, int], Sequence[ir.Var]], place: _Place) -> None:
+        """Add up the totals of all warps, and store the results: neighbours are neighbouring features."""
+        k, warps = self._k, self._threads // _WARP
+        tiles, row_tiles = (1 + max(key[axis] for key in totals) for axis in range(2))
+        everything, rows = tiles * _FEATURES, row_tiles * _ROWS
+        parts = k.shared("parts", "float32", warps * rows * everything)
+        for (tile, row_tile), items in totals.items():
+            for number, total in enumerate(items):
+                row = place.part * 2 + (row_tile * _ROWS + number % 2)
+                feature = place.line + (tile * _FEATURES + number // 2 * (_FEATURES // 2))
+                k.store(parts, (place.warp * rows + row) * everything + feature, total)
+        k.barrier()
+
+        def add_up(item: ir.Expr, own: ir.Expr) -> None:
+            for number, product in enumerate(self._products):
+                whole = k.variable(f"whole{number}", 0.0, "float32")
+                feature = item % self._features + number * self._features
+                at = k.let(f"from{number}", own * everything + feature)
+                with k.loop(f"other{number}", 0, warps, unrolled=warps) as other:
+                    k.assign(whole, whole + k.load(parts, other * (rows * everything) + at))
+                k.let(product.name, whole)
+
+        if self._count <= self._threads:
+            with k.when((k.thread < self._count) & (ir.Var("own") < self._problem.columns)):
+                add_up(self._item, ir.Var("row"))
+                k.splice(self._later)
+            return
+        with k.loop("item", k.thread, self._count, self._threads) as item:
+            statements = self._statements(item)
+            add_up(item, ir.Var("row"))
+            with k.when(ir.Var("own") < self._problem.columns):
+                k.splice(statements)
