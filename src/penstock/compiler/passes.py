@@ -20,6 +20,7 @@ from penstock.fusion.views import base
 from penstock.graph.channels_last import channels_last
 from penstock.graph.linear import few_rows
 from penstock.graph.node import Node
+from penstock.graph.quantization import computes_row
 from penstock.graph.separate import separate
 from penstock.graph.sums import join_sums
 from penstock.graph.unstack import unstack
@@ -78,6 +79,7 @@ def fused(wanted: Sequence[Node], capabilities: Capabilities, column_units: int 
         lambda product: by_library(product, capabilities),
         column_units,
         beside=capabilities.vector_width > 1,
+        computes_row=lambda product: computes_row(product, capabilities),
     )
 
 

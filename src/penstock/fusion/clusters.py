@@ -96,7 +96,8 @@ class Clustering:
             for parent in dict.fromkeys(node.inputs):
                 if parent.value is None:
                     self._consumers[parent].append(node)
-        self.required = {base(node) for node in wanted if node.value is None}  # stored in any case
+        self.wanted = {base(node) for node in wanted if node.value is None}
+        self.required = {*self.wanted}  # stored in any case
         for node in order:
             self.required.update(read for read in self._read_whole(node) if read.value is None)
             if self._stands_alone(node):

@@ -66,19 +66,21 @@ def partition(
     by_library: Callable[[Node], bool] = lambda product: False,
     column_units: int = 0,
     beside: bool = False,
+    computes_row: Callable[[Node], bool] = lambda product: False,
 ) -> list[Group]:
     """The groups that compute the wanted nodes, in order; `fusible` says which nodes a kernel may contain.
 
     Products that are computed `by_library` read matrices only in layouts that the library takes.
     `column_units` are the compute units of a device whose row kernels have arrays in registers, for column
     sums and for vectors that all of their rows read, and 0 for others. `beside`: see `Clustering`.
+    On such a device, products for which `computes_row` may compute the row that they multiply.
     A wanted reshape is in no group: its value is that of its `base`.
     """
     order = [node for node in topological(wanted) if node.value is None]
     clustering = Clustering(order, wanted, fusible, by_library, column_units > 0, beside)
     if column_units:
         fuse_column_reductions(clustering, column_units)
-    storing = Storing(clustering, prologues=column_units > 0)
+    storing = Storing(clustering, computes_row if column_units else None)
     return [_group(cluster, clustering, storing) for cluster in storing.clusters]
 
 

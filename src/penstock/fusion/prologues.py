@@ -7,11 +7,12 @@ than a launch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from penstock.fusion.clusters import Cluster, Clustering
 from penstock.fusion.costs import MAX_NODES
 from penstock.fusion.kinds import GroupKind
+from penstock.fusion.views import base
 from penstock.graph.elementwise import CAST
 from penstock.graph.node import Kind, Node
 from penstock.graph.reducing import EXPAND
@@ -25,9 +26,19 @@ _MOST_NODES = 48  # of a prologue
 class Prologues:
     """Which vectors are computed by their readers, rather than stored."""
 
-    def __init__(self, clustering: Clustering, stored: set[Node], recomputed: set[Node]) -> None:
-        """`stored` is what clusters store so far, which changes; `recomputed`: values that users compute."""
+    def __init__(
+        self,
+        clustering: Clustering,
+        stored: set[Node],
+        recomputed: set[Node],
+        by_products: Callable[[Node], bool],
+    ) -> None:
+        """`stored` is what clusters store so far, which changes; `recomputed`: values that users compute.
+
+        `by_products`: products that may compute the row that they multiply with a matrix.
+        """
         self._clustering, self._stored, self._recomputed = clustering, stored, recomputed
+        self._by_products = by_products
 
     def move(self, clusters: Iterable[Cluster]) -> None:
         """Move vectors of these clusters into the kernels that read them."""
@@ -60,10 +71,12 @@ class Prologues:
 
     def _may_move(self, vector: Node, cluster: Cluster) -> bool:
         """Whether a value is a vector that only products with it as each of their rows read."""
-        if vector not in self._stored or vector in self._clustering.required or vector.size != cluster.size:
+        if vector not in self._stored or vector in self._clustering.wanted or vector.size != cluster.size:
             return False
         readers = [node for node in self._readers(vector) if self._clustering.cluster[node] is not cluster]
-        return bool(readers) and all(self._reads_as_row(node, vector) for node in readers)
+        return bool(readers) and all(
+            self._reads_as_row(node, vector) or self._multiplies(node, vector) for node in readers
+        )
 
     def _readers(self, node: Node) -> set[Node]:
         """The nodes that read a value, also by way of values that are recomputed from it."""
@@ -79,6 +92,13 @@ class Prologues:
         fits = host.kind is GroupKind.ROW and host.columns == vector.size
         small = len(host.nodes) + _MOST_NODES <= MAX_NODES
         return wide and fits and small and all(self._is_row(parent, vector) for parent in reader.inputs)
+
+    def _multiplies(self, reader: Node, vector: Node) -> bool:
+        """Whether a node multiplies a vector with a matrix, by a kernel that may compute the vector."""
+        small = len(self._clustering.cluster[reader].nodes) + _MOST_NODES <= MAX_NODES
+        row, *others = reader.inputs
+        own = base(row) is vector and not any(self._has(other, vector) for other in others)
+        return small and own and self._by_products(reader)
 
     def _is_row(self, node: Node, vector: Node) -> bool:
         """Whether a value repeats the vector in its last axis, if it has anything of it at all."""

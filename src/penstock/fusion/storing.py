@@ -6,6 +6,8 @@ reading more bytes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from penstock.fusion.clusters import Cluster, Clustering, in_order
 from penstock.fusion.costs import CHEAP_NODES, MAX_NODES, RECOMPUTED_NODES
 from penstock.fusion.kinds import GroupKind
@@ -20,8 +22,11 @@ _AS_MUCH = 1.1  # times the bytes of a value: vectors of means and the like are 
 class Storing:
     """Which values are stored, and which are recomputed wherever they are needed."""
 
-    def __init__(self, clustering: Clustering, prologues: bool = False) -> None:
-        """`prologues`: kernels of rows may compute a vector before, once for all of their rows."""
+    def __init__(self, clustering: Clustering, prologues: Callable[[Node], bool] | None = None) -> None:
+        """With `prologues`, kernels of rows may compute a vector before, once for all of their rows.
+
+        So may the products for which it returns True.
+        """
         self._clustering = clustering
         self.stored = set(clustering.required)
         self._recomputed: set[Node] = set()  # values that are not stored, since their users recompute them
@@ -36,9 +41,9 @@ class Storing:
         homes = {cluster: {cluster} for cluster in clusters}
         for cluster in sorted(clusters, key=lambda cluster: -cluster.last):
             self._inline(cluster, homes)
-        if prologues:
+        if prologues is not None:
             alive = (cluster for cluster in clusters if cluster in homes[cluster])
-            Prologues(clustering, self.stored, self._recomputed).move(alive)
+            Prologues(clustering, self.stored, self._recomputed, prologues).move(alive)
         self.clusters = [
             cluster
             for cluster in in_order(cluster for cluster in clusters if cluster in homes[cluster])

@@ -35,6 +35,9 @@ SHIFTS = {4: (0, 16, 4, 20, 8, 24, 12, 28), 8: (0, 8, 16, 24)}  # of the integer
 # unpacked to memory once: a product of many rows takes longer than that.
 MOST_ROWS = 16
 MOST_TENSOR_ROWS = 32  # the same, for kernels that multiply on tensor cores
+# Of a product that computes its row: with more features, each of many workgroups would wait for the row.
+_MOST_FEATURES = 128  # for each compute unit
+_MOST_INPUTS = 4096  # so that threads have few of them each
 _KERNEL_DTYPES = (float32, float16, bfloat16)
 
 
@@ -102,6 +105,15 @@ def on_tensor_cores(node: Node, capabilities: Capabilities) -> bool:
     """Whether tensor cores compute a product of few rows."""
     x, _, scales = node.inputs
     return capabilities.tensor_cores and x.dtype in HALF_PRECISION and x.dtype is scales.dtype
+
+
+def computes_row(node: Node, capabilities: Capabilities) -> bool:
+    """Whether the kernel of a product may compute the row that it multiplies, in every workgroup."""
+    x, words, *_ = node.inputs
+    if node.primitive is not PACKED_MATMUL or not on_tensor_cores(node, capabilities):
+        return False
+    few = words.shape[0] <= _MOST_FEATURES * capabilities.compute_units
+    return few and x.shape[0] == 1 and x.shape[1] <= _MOST_INPUTS
 
 
 def _many_rows(node: Node, capabilities: Capabilities) -> Node | None:

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from penstock.drivers.driver import Capabilities
 from penstock.fusion.groups import Group
 from penstock.kernels import ir
@@ -20,7 +18,7 @@ from penstock.kernels.concatenation import Call, MergedCalls, Rows, piece_of
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.dialects.dialect import Dialect
 from penstock.kernels.lower import Lowering
-from penstock.kernels.source import MOST_PARAMETER_BYTES, KernelSource, kernel_of
+from penstock.kernels.source import MOST_PARAMETER_BYTES, KernelSource, item_size, kernel_of
 
 MOST_CALLS = 1024  # in a launch
 _MOST_PIECES = 48  # function calls in a kernel
@@ -157,7 +155,7 @@ class _Launch:
             sum(_words(dtype, length) for dtype, _, length in source.arrays)
             for source in self._merging.sources.values()
         )
-        return [ir.LocalArray(ir.LOCAL_MEMORY, "uint64", room)] if room else []
+        return [ir.LocalArray(ir.LOCAL_MEMORY, "uint64", room, width=2)] if room else []
 
 
 def _called(call: Call, merging: MergedCalls, rows: Rows) -> ir.CallFunction:
@@ -182,5 +180,5 @@ def _by_branch(branches: list[tuple[ir.Expr, list[ir.Statement]]]) -> list[ir.St
 
 
 def _words(dtype: str, length: int) -> int:
-    """How many words of 8 bytes an array takes."""
-    return -(-np.dtype(dtype).itemsize * length // 8)
+    """How many words of 8 bytes an array takes: an even number, since some are read 16 bytes at a time."""
+    return 2 * -(-item_size(dtype) * length // 16)

@@ -18,6 +18,7 @@ from penstock.kernels import ir
 from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.lowering.emitter import Emitter
 from penstock.kernels.lowering.loop_nest import overwritable
+from penstock.kernels.lowering.row_prologue import RowPrologue
 from penstock.kernels.lowering.values import LanesImpossible, Value
 from penstock.kernels.templates.launches import Lowering, one_launch
 from penstock.kernels.templates.linear_tiles import LinearProblem, divided, linear_tiles
@@ -62,9 +63,16 @@ def packed_group(group: Group, product: Node, capabilities: Capabilities, name: 
     kernel = epilogue.kernel
     k = KernelBuilder(name, capabilities, kernel.outputs, kernel.inputs, kernel.scalars)
     others = [node for node in group.nodes if node.primitive.few_rows and node is not product]
+    operands = {base(operand) for node in (product, *others) for operand in node.inputs}
+    places = {group.inputs.index(operand) for operand in operands if operand in group.inputs}
     if not vectors and on_tensor_cores(product, capabilities):
+        row = base(product.inputs[0])
+        prologue = RowPrologue(group, row)
+        emit = None if row in group.inputs else prologue.emit
         problems = [_packed_problem(k, group, node) for node in (product, *others)]
-        source = tensor_packed(k, problems, capabilities, epilogue.of_several(others))
+        finish = epilogue.of_several(others)
+        source = tensor_packed(k, problems, capabilities, finish, emit)
+        places |= prologue.reads
     else:
         build = cpu_packed if vectors else gpu_packed
         for number, other in enumerate(others):  # whose results stay in local memory
@@ -75,7 +83,6 @@ def packed_group(group: Group, product: Node, capabilities: Capabilities, name: 
             epilogue.known[other] = results
         source = build(k, _packed_problem(k, group, product), capabilities, epilogue.statements)
     over = overwritable(group, epilogue.loads, epilogue.stores)
-    places = {group.inputs.index(base(operand)) for node in (product, *others) for operand in node.inputs}
     return one_launch(source, tuple(tuple(at for at in inputs if at not in places) for inputs in over))
 
 
@@ -99,7 +106,9 @@ def linear_group(group: Group, product: Node, capabilities: Capabilities, name: 
 
 def _packed_problem(k: KernelBuilder, group: Group, product: Node) -> PackedProblem:
     (rows, inner), words, scales = (operand.shape for operand in product.inputs)
-    left, packed, factors = (k.inputs[group.inputs.index(base(operand))] for operand in product.inputs)
+    packed, factors = (k.inputs[group.inputs.index(base(operand))] for operand in product.inputs[1:])
+    row = base(product.inputs[0])
+    left = k.inputs[group.inputs.index(row)] if row in group.inputs else Memory("", str(row.dtype))
     return PackedProblem(
         left, packed, factors, rows, words[0], inner, bits_of(inner, words), inner // scales[1]
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -30,6 +30,34 @@ def rewritten(tree: Any, change: Callable[[Any], Any], skipped: tuple[type, ...]
     if not names or isinstance(tree, skipped):
         return tree
     return replace(tree, **{name: rewritten(getattr(tree, name), change, skipped) for name in names})
+
+
+def divided(
+    statements: Sequence[ir.Statement], unknown: Collection[str]
+) -> tuple[list[ir.Statement], list[ir.Statement]]:
+    """Values that do not depend on unknown variables, and all other statements."""
+    blocked = set(unknown)
+    ready: list[ir.Statement] = []
+    later: list[ir.Statement] = []
+    for statement in statements:
+        if isinstance(statement, ir.Let) and blocked.isdisjoint(_variables(statement.value)):
+            ready.append(statement)
+        else:
+            later.append(statement)
+            blocked.add(getattr(statement, "name", ""))
+    return ready, later
+
+
+def _variables(expr: ir.Expr) -> set[str]:
+    """The names of the variables in an expression."""
+    names: set[str] = set()
+
+    def note(tree: Any) -> None:
+        if isinstance(tree, ir.Var):
+            names.add(tree.name)
+
+    rewritten(expr, note)
+    return names
 
 
 def with_plain_names(kernel: ir.KernelIR) -> ir.KernelIR:

@@ -60,6 +60,7 @@ class Emitter:
         self.merges: list[Merge] = []
         self.loads: dict[int, set[tuple[int, Index]]] = {}  # of each input: (stage, index)
         self.stage = 0
+        self.prefix = "v"  # of the names of values
         self._vectors = vectors
         self._conditions: dict[ir.Expr, int] = {}  # the masks of loads at present, with their depths
         self._values: dict[tuple[Node, Coords], Value] = {}
@@ -229,7 +230,7 @@ class Emitter:
 
     def _new(self, value: ir.Expr, depth: int) -> Value:
         """Name a value."""
-        name = self.name()
+        name = self.name(self.prefix)
         self.bodies[depth].append(ir.Let(name, value))
         return Value(ir.Var(name, value.type), depth)
 

@@ -18,6 +18,7 @@ from penstock.kernels.lowering.partials import Partials
 from penstock.kernels.lowering.streaming import hinted, read_once
 from penstock.kernels.lowering.sums_of_rows import SumsOfRows
 from penstock.kernels.lowering.values import Value, computed_dtype
+from penstock.kernels.rewriting import divided
 from penstock.kernels.source import WORD, item_size
 
 # Of a GPU.
@@ -59,6 +60,7 @@ class RowLoops(SumsOfRows):
             axes = tuple(range(2, source.ndim))
         self._rows, self._columns, self._row, self._column, _ = self.reduction_axes(source.shape, axes)
         self._number = self._row * self.group.columns + self._column
+        self._reads: ir.For | None = None  # what a thread reads of its row before it computes anything
         self._levels = self._levels_after(0)  # of each node: how many passes must end before it is computed
         self._first_pass = max((self._levels[node] for node in self._of_vector), default=0)  # over rows
         if self._of_vector:
@@ -96,19 +98,23 @@ class RowLoops(SumsOfRows):
             first = ir.WORKGROUP * part_rows
             first = first + ir.Var("again") if part_rows > together else first
             before_rows = self._vector_passes()
-            emitter.bodies[0] = self._row_of_thread(first)
+            emitter.bodies[0], self._reads = self._row_of_thread(first), None
             self._sum_names = {at: emitter.name("tally") for at in self._column_sums}
         emitter.bodies[0] += self.unpack("row", self.joined(self._rows), 0)
         passes = 1 + max(level - self._reduces_row(node) for node, level in self._levels.items())
         needed = [self._needed(stage) for stage in range(passes)]
+        start = len(emitter.bodies[0])
         for stage in range(self._first_pass, passes):
             emitter.stage = stage
             self._pass(stage, self._kept(needed, stage))
+        end = len(emitter.bodies[0])
         reduced = [
             (at, emitter.at_number(node, self._row), self._row)
             for at, node in enumerate(self.group.outputs)
             if not self._is_whole(node) and at not in self._column_sums
         ]
+        if self.gpu:
+            self._read_first(start, end)
         before = len(emitter.bodies[0])
         self.store(reduced)
         if self.gpu:
@@ -120,13 +126,26 @@ class RowLoops(SumsOfRows):
                 kernel.body = self._with_column_sums(kernel.body, part_rows, together)
             elif part_rows > together:
                 kernel.body = [self._over_rows(kernel.body, part_rows, together)]
-            kernel.body = [ir.Let("rank", ir.THREAD % self._threads), *before_rows, *kernel.body]
+            if part_rows == together:
+                kernel.body = self._around(before_rows, kernel.body)
+            else:
+                kernel.body = [*before_rows, *kernel.body]
+            kernel.body.insert(0, ir.Let("rank", ir.THREAD % self._threads))
             if sum(any(self._results_of(stage)) for stage in range(self._first_pass, passes)) == 1:
                 kernel.body = hinted(kernel.body, self.group, read_once(self.group, rows * columns))
         else:
             part = self.chunk(rows, self.tasks(rows, rows * columns))
             kernel.body = [*part, ir.loop("row", ir.Var("begin"), ir.Var("end"), emitter.bodies[0])]
         return self.lowered()
+
+    def _read_first(self, start: int, end: int) -> None:
+        """Move what follows the passes of a row before them, if it depends on none: biases, for instance.
+
+        Else a row would wait for them once more. The passes are the statements from `start` to `end`.
+        """
+        body = self.emitter.bodies[0]
+        ready, later = divided(body[end:], {getattr(part, "name", "") for part in body[start:end]})
+        body[start:] = [*ready, *body[start:end], *later]
 
     def _row_of_thread(self, first: ir.Expr) -> list[ir.Statement]:
         """The row of a thread, from `first` on; the last row for those beyond, which store nothing."""
@@ -185,15 +204,39 @@ class RowLoops(SumsOfRows):
         emitter = self.emitter
         emitter.bodies[0] = []
         number, self._number = self._number, self._column
+        emitter.stage = 0
+        if self._fits_registers():
+            self._pass(0, self._vector_inputs(), whole=False)
+        inputs = [*emitter.kept]
         for stage in range(self._first_pass):
             emitter.stage = stage
             self._pass(stage, [])
         if self._fits_registers():
             emitter.stage = self._first_pass
             self._pass(self._first_pass, self._vectors(), whole=False)
+        for key in inputs:
+            del emitter.kept[key]
         self._number = number
         # Threads exchange values in local memory, which the rows reuse.
         return [*emitter.bodies[0], ir.Barrier()]
+
+    def _around(self, before_rows: list[ir.Statement], body: list[ir.Statement]) -> list[ir.Statement]:
+        """The body of a row, which reads its items, then computes the vector, and then goes on."""
+        reads = next((1 + at for at, part in enumerate(body) if part is self._reads), 0)
+        first = [part for part in body[:reads] if not isinstance(part, ir.Forget)]  # of vectors
+        rest = [part for part in body[:reads] if isinstance(part, ir.Forget)]
+        return [*first, *before_rows, *rest, *body[reads:]]
+
+    def _vector_inputs(self) -> list[Node]:
+        """The inputs that vectors are computed from: all are read at once, and stay in registers."""
+        stack, seen = [*self._of_vector, *self._vectors()], set[Node]()
+        while stack:
+            node = stack.pop()
+            if node not in seen:
+                seen.add(node)
+                stack += () if node in self.group.inputs else node.inputs
+        inputs = [node for node in self.group.inputs if node in seen and node.size == self.group.columns]
+        return inputs if self._words(inputs) <= _READ_WORDS else []
 
     def _vectors(self) -> list[Node]:
         """The vectors that rows read and that depend on reductions."""
@@ -459,6 +502,7 @@ class RowLoops(SumsOfRows):
         for key, (name, _, dtype) in arrays.items():
             emitter.store(name, dtype, slot, emitter.value(*key), lanes)
         reads = self._step_loop(start, turns, [*inside, *emitter.leave()])
+        self._reads = self._reads or reads
         emitter.kept.update(arrays)
         body()
         rest = self._step_loop(start, turns, [*inside, *emitter.leave()])

@@ -20,6 +20,7 @@ from math import ceil
 from penstock.drivers.driver import Capabilities
 from penstock.kernels import ir
 from penstock.kernels.builder import KernelBuilder, Memory
+from penstock.kernels.rewriting import divided
 from penstock.kernels.source import KernelSource
 from penstock.kernels.templates.packed_matmul import PackedProblem, byte_floats, clamped
 
@@ -32,6 +33,7 @@ _ITEMS = 32  # neighbouring inputs of a thread
 _CHUNK = 4 * _ITEMS  # inputs of a warp
 _FEW_WARPS, _MOST_WARPS = 8, 32  # of a workgroup; more, where there are few workgroups
 _FEW_TILES = 2  # for each compute unit: with fewer, a workgroup has a single tile
+_RESIDENT = 4  # workgroups of a compute unit, where there are many, of few rows
 _WORDS = 4  # that a thread reads at once
 _AT_ONCE = 4  # tiles whose integers a thread has registers for
 
@@ -46,12 +48,16 @@ class _Place:
 
 
 def tensor_packed(
-    k: KernelBuilder, problems: Sequence[PackedProblem], capabilities: Capabilities, epilogue: Epilogues
+    k: KernelBuilder,
+    problems: Sequence[PackedProblem],
+    capabilities: Capabilities,
+    epilogue: Epilogues,
+    prologue: Callable[[KernelBuilder, int], Memory] | None = None,
 ) -> KernelSource:
     """Products of the same rows with matrices of the same shape.
 
     A workgroup computes some tiles of features of each matrix, of all rows. Its warps divide the inputs among
-    them.
+    them. A `prologue`, which gets the number of threads, computes the rows as words in local memory.
     """
     problem = problems[0]
     few = len(problems) * problem.columns / _FEATURES < _FEW_TILES * capabilities.compute_units
@@ -64,6 +70,7 @@ def tensor_packed(
         k.let("part", k.thread % 4),
     )
     first = k.let("first", k.group() * (tiles * _FEATURES))
+    results = _Results(k, problems, warps * _WARP, first, tiles * _FEATURES, epilogue)
     own = [(matrix, tile) for matrix in problems for tile in range(tiles)]
     totals = {
         (number, rows): [k.variable(f"total{number}_{rows}_{item}", 0.0, "float32") for item in range(4)]
@@ -72,6 +79,9 @@ def tensor_packed(
     }
     at_once = max(min(steps, _AT_ONCE // len(own)), 1)
     rounds = ceil(steps / at_once)
+    x = problem.x
+    if prologue is not None and rounds > 1:
+        x = prologue(k, warps * _WARP)
     with k.loop("round", 0, rounds) as round_:
         read: list[tuple[ir.Var, ir.Var | None, list[_Left]]] = []
         for turn in range(at_once):
@@ -84,30 +94,42 @@ def tensor_packed(
                 for number, (matrix, tile) in enumerate(own)
             ]
             read.append((at, inside, lefts))
+        if prologue is not None and rounds == 1:  # while the integers are under way
+            x = prologue(k, warps * _WARP)
         # A few workgroups read all integers before they compute anything; many wait for each other's.
         with k.optimization_barrier(k.fresh("once")) if few else nullcontext(ir.Const(0)) as none:
             for at, inside, lefts in read:
-                x = [_row_words(k, problem, rows, at + none, inside, place) for rows in range(row_tiles)]
+                own_rows = [
+                    _row_words(k, problem, x, rows, at + none, inside, place) for rows in range(row_tiles)
+                ]
                 for number, left in enumerate(lefts):
                     for part in range(_ITEMS // 4):  # the inputs of a thread that a product of tiles takes
                         pairs = left.pairs(part)
-                        for rows, words in enumerate(x):
+                        for rows, words in enumerate(own_rows):
                             k.multiply_tiles(
                                 totals[number, rows], pairs, words[2 * part :][:2], problem.x.dtype
                             )
-    _finish(k, problems, warps, first, totals, place, epilogue)
-    return k.source((ceil(problem.columns / (tiles * _FEATURES)),), (warps * _WARP,))
+    results.finish(totals, place)
+    resident = 1 if few or row_tiles > 1 else _RESIDENT
+    return k.source((ceil(problem.columns / (tiles * _FEATURES)),), (warps * _WARP,), resident)
 
 
 def _row_words(
-    k: KernelBuilder, problem: PackedProblem, rows: int, at: ir.Expr, inside: ir.Expr | None, place: _Place
+    k: KernelBuilder,
+    problem: PackedProblem,
+    x: Memory,
+    rows: int,
+    at: ir.Expr,
+    inside: ir.Expr | None,
+    place: _Place,
 ) -> list[ir.Expr]:
     """A thread's items of a row of x, as words of two; those of the last row for rows beyond it."""
-    words = Memory(problem.x.name, "uint32")
+    words = x if x.dtype == "uint32" else Memory(x.name, "uint32")
     row = clamped(k, k.fresh(f"row{rows}"), place.line + rows * _ROWS, problem.rows)
     result: list[ir.Expr] = []
     for part in range(_ITEMS // 2 // _WORDS):
         index = row * problem.inner + at + part * 2 * _WORDS  # in items
+        index = index // 2 if x is words else index
         read = k.load_vector(words, index, _WORDS, aligned=_WORDS, mask=inside)
         name = k.let(k.fresh(f"x{rows}"), read)
         result += [k.lane(name, word) for word in range(_WORDS)]
@@ -171,35 +193,68 @@ class _Left:
         return self._k.call(f"paired_{self._problem.x.dtype}", low, high, dtype="uint32")
 
 
-def _finish(
-    k: KernelBuilder,
-    problems: Sequence[PackedProblem],
-    warps: int,
-    first: ir.Expr,
-    totals: Mapping[tuple[int, int], Sequence[ir.Var]],
-    place: _Place,
-    epilogue: Epilogues,
-) -> None:
-    """Add up the totals of all warps, and store the results: neighbours are neighbouring features."""
-    problem = problems[0]
-    tiles, row_tiles = (1 + max(key[axis] for key in totals) for axis in range(2))
-    everything, rows = tiles * _FEATURES, row_tiles * _ROWS
-    features = everything // len(problems)  # of each matrix
-    parts = k.shared("parts", "float32", warps * rows * everything)
-    for (tile, row_tile), items in totals.items():
-        for number, total in enumerate(items):
-            row = place.part * 2 + (row_tile * _ROWS + number % 2)
-            feature = place.line + (tile * _FEATURES + number // 2 * (_FEATURES // 2))
-            k.store(parts, (place.warp * rows + row) * everything + feature, total)
-    k.barrier()
-    with k.loop("item", k.thread, features * problem.rows, warps * _WARP) as item:
-        own, column = k.let("row", item // features), k.let("column", first + item % features)
-        sums = []
-        for number in range(len(problems)):
-            whole = k.variable(f"whole{number}", 0.0, "float32")
-            at = k.let(f"from{number}", own * everything + (item % features + number * features))
-            with k.loop(f"other{number}", 0, warps, unrolled=warps) as other:
-                k.assign(whole, whole + k.load(parts, other * (rows * everything) + at))
-            sums.append(k.let(f"product{number}", whole))
-        with k.when(column < problem.columns):
-            k.splice(epilogue(own, column, sums))
+class _Results:
+    """The items of all products that a workgroup has, and what is computed from them.
+
+    Where each thread has one at most, what that needs besides is read before the products.
+    """
+
+    def __init__(
+        self,
+        k: KernelBuilder,
+        problems: Sequence[PackedProblem],
+        threads: int,
+        first: ir.Expr,
+        features: int,
+        epilogue: Epilogues,
+    ) -> None:
+        """`features`: of each matrix, from `first` on."""
+        self._k, self._problem, self._threads = k, problems[0], threads
+        self._first, self._features, self._epilogue = first, features, epilogue
+        self._products = [ir.Var(f"product{at}", ir.Type("float32")) for at in range(len(problems))]
+        self._count = features * self._problem.rows
+        self._later: list[ir.Statement] = []
+        if self._count <= threads:
+            self._item = clamped(k, "item", k.thread, self._count)
+            names = [product.name for product in self._products]
+            ready, self._later = divided(self._statements(self._item), names)
+            k.splice(ready)
+
+    def _statements(self, item: ir.Expr) -> list[ir.Statement]:
+        k, columns = self._k, self._problem.columns
+        row, column = k.let("row", item // self._features), k.let("own", self._first + item % self._features)
+        inside = column if columns % self._features == 0 else clamped(k, "column", column, columns)
+        return self._epilogue(row, inside, self._products)
+
+    def finish(self, totals: Mapping[tuple[int, int], Sequence[ir.Var]], place: _Place) -> None:
+        """Add up the totals of all warps, and store the results: neighbours are neighbouring features."""
+        k, warps = self._k, self._threads // _WARP
+        tiles, row_tiles = (1 + max(key[axis] for key in totals) for axis in range(2))
+        everything, rows = tiles * _FEATURES, row_tiles * _ROWS
+        parts = k.shared("parts", "float32", warps * rows * everything)
+        for (tile, row_tile), items in totals.items():
+            for number, total in enumerate(items):
+                row = place.part * 2 + (row_tile * _ROWS + number % 2)
+                feature = place.line + (tile * _FEATURES + number // 2 * (_FEATURES // 2))
+                k.store(parts, (place.warp * rows + row) * everything + feature, total)
+        k.barrier()
+
+        def add_up(item: ir.Expr, own: ir.Expr) -> None:
+            for number, product in enumerate(self._products):
+                whole = k.variable(f"whole{number}", 0.0, "float32")
+                feature = item % self._features + number * self._features
+                at = k.let(f"from{number}", own * everything + feature)
+                with k.loop(f"other{number}", 0, warps, unrolled=warps) as other:
+                    k.assign(whole, whole + k.load(parts, other * (rows * everything) + at))
+                k.let(product.name, whole)
+
+        if self._count <= self._threads:
+            with k.when((k.thread < self._count) & (ir.Var("own") < self._problem.columns)):
+                add_up(self._item, ir.Var("row"))
+                k.splice(self._later)
+            return
+        with k.loop("item", k.thread, self._count, self._threads) as item:
+            statements = self._statements(item)
+            add_up(item, ir.Var("row"))
+            with k.when(ir.Var("own") < self._problem.columns):
+                k.splice(statements)
