@@ -46,7 +46,7 @@ _TILES = {
 }
 # The same for the gradient by a weight.
 _WEIGHT_TILES = {
-    2: (_Tile(128, 128, (8, 1), 2), _Tile(64, 128, (4, 2), 3), _Tile(32, 128, (1, 4), 4)),
+    2: (_Tile(128, 128, (8, 1), 2), _Tile(64, 192, (4, 3), 2), _Tile(32, 128, (1, 4), 4)),
     4: (_Tile(128, 64, (4, 2), 2), _Tile(64, 96, (2, 3), 4), _Tile(32, 96, (1, 3), 5)),
 }
 _STEP_PIXELS = (32, 16)  # of a stage: the first of which there are three stages
