@@ -36,7 +36,18 @@ from penstock.nn import functional as F  # noqa: N812
 
 TENSOR_CORES = replace(LIBRARY, tensor_cores=True, tf32=True)
 # Channels of a group, outputs of a group, groups
-WIDTHS = [(16, 16, 1), (24, 40, 1), (32, 16, 2), (1, 1, 16), (1, 2, 3), (2, 3, 4), (4, 1, 2)]
+WIDTHS = [
+    (16, 16, 1),
+    (24, 40, 1),
+    (64, 64, 1),
+    (128, 64, 1),
+    (64, 128, 1),
+    (32, 16, 2),
+    (1, 1, 16),
+    (1, 2, 3),
+    (2, 3, 4),
+    (4, 1, 2),
+]
 
 
 @st.composite

@@ -33,8 +33,8 @@ from penstock.plan.turns import in_turns
 
 
 def order_channels(state: Compilation, target: Target) -> Compilation:
-    """Where a library multiplies matrices: the channels of images last."""
-    if not target.capabilities.matmul_library:
+    """Where a library multiplies matrices, or convolutions have kernels: the channels of images last."""
+    if not (target.capabilities.matmul_library or target.capabilities.tensor_cores):
         return state
     return replace(state, wanted=channels_last(state.wanted))
 

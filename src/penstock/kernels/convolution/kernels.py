@@ -16,7 +16,8 @@ from penstock.kernels.source import KernelSource, head
 from penstock.kernels.templates.launches import Launch, Lowering
 
 _LOCAL_BYTES = 48 << 10
-_STEP_BYTES = (128, 64)  # of a row in a stage: channels of an item of a window
+_LINE_BYTES = 128  # of a cache
+_STEP_BYTES = 64  # of a row in a stage, channels of an item of a window, unless these are whole lines
 _DIRECT_THREADS, _DIRECT_PIXELS = 128, 4
 _WEIGHT_THREADS = 256  # of the direct gradient by a weight
 _WEIGHT_ITEMS = 9  # of a window, whose sums a thread has
@@ -39,14 +40,14 @@ class _Tile:
         return 32 * math.prod(self.warps)
 
 
-# By the bytes of an item. Where a warp has 16 rows and all columns, four warps multiply together.
+# By the bytes of an item. Where a warp has 16 rows and 64 columns or all of them, four multiply together.
 _TILES = {
     2: (_Tile(128, 128, (8, 1), 2), _Tile(128, 64, (8, 1), 3), _Tile(128, 32, (4, 1), 4)),
     4: (_Tile(128, 128, (2, 4), 2), _Tile(128, 64, (2, 2), 3), _Tile(128, 32, (4, 1), 4)),
 }
 # The same for the gradient by a weight.
 _WEIGHT_TILES = {
-    2: (_Tile(128, 128, (8, 1), 2), _Tile(64, 128, (4, 2), 3), _Tile(32, 128, (1, 4), 4)),
+    2: (_Tile(128, 128, (8, 1), 2), _Tile(64, 192, (4, 3), 2), _Tile(32, 128, (1, 4), 4)),
     4: (_Tile(128, 64, (4, 2), 2), _Tile(64, 96, (2, 3), 4), _Tile(32, 96, (1, 3), 5)),
 }
 _STEP_PIXELS = (32, 16)  # of a stage: the first of which there are three stages
@@ -76,10 +77,9 @@ class _Writer:
         self._channels, self._outputs = (value.shape[-1] // groups for value in (self._image, self._result))
         self._inner = math.prod(self._sizes) * self._channels  # items of the windows of a group
         self._pixels = math.prod(self._result.shape[:-1])
-        item = node.dtype.itemsize
-        self._item_bytes = item
+        self._item_bytes = node.dtype.itemsize
         self._type = {bfloat16: "Bfloat16", float16: "Float16"}.get(node.dtype, "Float32")
-        self._bits = "uint16" if item == 2 else "uint32"
+        self._bits = "uint16" if self._item_bytes == 2 else "uint32"
 
     # The kernels
 
@@ -92,20 +92,12 @@ class _Writer:
         if self._node.primitive is IMPLICIT_TRANSPOSE:
             along = zip(self._result.shape[1:-1], self._geometry.stride, strict=True)
             phases = math.prod(self._geometry.stride)
-            pixels = self._result.shape[0] * math.prod(-(-length // step) for length, step in along)
+            pixels = self._result.shape[0] * math.prod(-(-length // stride) for length, stride in along)
         parts = -(-self._outputs // tile.columns) * phases * self._geometry.groups
         arguments = f"{tile.rows}, {tile.columns}, {tile.warps[0]}, {tile.warps[1]}, {step}, {stages}"
-        return Lowering(
-            (
-                self._launch(
-                    "tiles",
-                    f"convolution_tiles<TYPE, SHAPE, {arguments}>(out, x, y);",
-                    -(-pixels // tile.rows) * parts,
-                    tile.threads,
-                    tile.resident,
-                ),
-            )
-        )
+        call = f"convolution_tiles<TYPE, SHAPE, {arguments}>(out, x, y);"
+        grid = -(-pixels // tile.rows) * parts
+        return Lowering((self._launch("tiles", call, grid, tile.threads, tile.resident),))
 
     def direct(self) -> Lowering:
         """A launch in which a thread sums up the products of its pixels."""
@@ -141,16 +133,9 @@ class _Writer:
         return self._summed("weight_direct", call, tiles, splits, _WEIGHT_THREADS, 1)
 
     def _step_bytes(self, tile: _Tile) -> int:
-        """A whole line of a cache at once, if channels fill lines and two stages fit into local memory."""
-        return next(
-            step
-            for step in _STEP_BYTES
-            if step == _STEP_BYTES[-1]
-            or (
-                self._channels * self._item_bytes % step == 0
-                and _stages(step * (tile.rows + tile.columns)) >= 2
-            )
-        )
+        """The bytes of a row in a stage: a line, if channels fill lines and two stages fit."""
+        fills = self._channels * self._item_bytes % _LINE_BYTES == 0
+        return _LINE_BYTES if fills and _stages(_LINE_BYTES * (tile.rows + tile.columns)) > 1 else _STEP_BYTES
 
     # Launches
 

@@ -42,7 +42,7 @@ template <int M, int N> DEVICE void wait_for_products(float (&sums)[M][N][4]) {
 }
 // What `wgmma` wants to know of a tile: where it is, how far from 8 rows to the next, and how it is swizzled.
 template <int ROW> DEVICE ulong tile_at(uint from) {
-    return (ROW == 64 ? 0x8000002000010000ul : 0x4000004000010000ul) | (from >> 4);
+    return (ROW == 64 ? 0x8000002000010000ul : 0x4000004000400000ul) | (from >> 4);
 }
 
 template <class T> DEVICE void round_factors(uint (&words)[4]) {
