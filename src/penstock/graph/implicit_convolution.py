@@ -29,9 +29,9 @@ _FEW_CHANNELS = 16  # of a group; with fewer, tiles of tensor cores are mostly e
 # Bytes of a pixel's channels up to which tiles are faster than written windows and a library. Writing and
 # reading windows takes as long for any number of outputs, and the library multiplies faster than tiles do.
 # On an H200, windows of 3 x 3 of 64, 128, 256 and 512 channels in bfloat16, with as many products each, take
-# 196, 169, 159 and 156 us by tiles, and 541, 280, 167 and 135 us on the other road; the gradient by a weight
-# 279, 222, 245 and 304 us, and 543, 283, 206 and 146 us. 256 channels in float32 take 456 and 328 us.
-_MOST_BYTES, _MOST_WEIGHT_BYTES = 512, 256
+# 541, 280, 167 and 135 us on the other road, and by tiles 245 us with 64 channels; at 256 both are about
+# equal. The gradient by a weight of 64 channels takes 543 us there, and 291 us by tiles.
+_MOST_BYTES = 256
 _MOST_TAPS = 64  # items of a window; a thread has a bit for each that says whether it is in the image
 _MOST_AXES = 3  # of an image
 _MOST_ITEMS = 1 << 30  # of a value, so that no index overflows an int32
@@ -66,8 +66,7 @@ def _has_tiles(node: Node, capabilities: Capabilities) -> bool:
         return False
     along = zip(sizes, geometry.stride, geometry.dilation, strict=True)
     overlap = any((size - 1) * apart >= step for size, step, apart in along)
-    most = _MOST_WEIGHT_BYTES if node.primitive.name == "convolution_weight" else _MOST_BYTES
-    return geometry.groups > 1 or (overlap and max(sides) <= most)
+    return geometry.groups > 1 or (overlap and max(sides) <= _MOST_BYTES)
 
 
 def _weight_shape_of(node: Node) -> Shape:

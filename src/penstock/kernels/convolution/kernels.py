@@ -40,14 +40,14 @@ class _Tile:
         return 32 * math.prod(self.warps)
 
 
-# By the bytes of an item. Where a warp has 16 rows and 64 columns or all of them, four multiply together.
+# By the bytes of an item. Where a warp has 16 rows and 64 columns of 16-bit items, four multiply together.
 _TILES = {
-    2: (_Tile(128, 128, (8, 1), 2), _Tile(128, 64, (8, 1), 3), _Tile(128, 32, (4, 1), 4)),
+    2: (_Tile(128, 64, (8, 1), 3), _Tile(128, 32, (4, 1), 4)),
     4: (_Tile(128, 128, (2, 4), 2), _Tile(128, 64, (2, 2), 3), _Tile(128, 32, (4, 1), 4)),
 }
 # The same for the gradient by a weight.
 _WEIGHT_TILES = {
-    2: (_Tile(128, 128, (8, 1), 2), _Tile(64, 192, (4, 3), 2), _Tile(32, 128, (1, 4), 4)),
+    2: (_Tile(64, 128, (4, 2), 3), _Tile(32, 128, (1, 4), 4)),
     4: (_Tile(128, 64, (4, 2), 2), _Tile(64, 96, (2, 3), 4), _Tile(32, 96, (1, 3), 5)),
 }
 _STEP_PIXELS = (32, 16)  # of a stage: the first of which there are three stages
@@ -133,8 +133,8 @@ class _Writer:
         return self._summed("weight_direct", call, tiles, splits, _WEIGHT_THREADS, 1)
 
     def _step_bytes(self, tile: _Tile) -> int:
-        """The bytes of a row in a stage: a line, if channels fill lines and two stages fit."""
-        fills = self._channels * self._item_bytes % _LINE_BYTES == 0
+        """The bytes of a row in a stage: a line, if channels of 4 bytes fill lines and two stages fit."""
+        fills = self._item_bytes == 4 and self._channels * self._item_bytes % _LINE_BYTES == 0
         return _LINE_BYTES if fills and _stages(_LINE_BYTES * (tile.rows + tile.columns)) > 1 else _STEP_BYTES
 
     # Launches

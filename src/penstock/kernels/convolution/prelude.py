@@ -40,7 +40,7 @@ CONVOLUTION_PRELUDE = "\n".join(
         "namespace convolving {",
         _beside("items.cu"),
         "#ifdef __CUDA_ARCH_FEAT_SM90_ALL",
-        *(_product_of_four_warps(columns) for columns in (64, 128)),
+        _product_of_four_warps(64),
         "#else",
         "template <class T, int TURNED, int N>",
         "DEVICE void multiply_together(float (&sums)[N][4], ulong left, ulong right) {}",
