@@ -25,6 +25,7 @@ from penstock.execution.structure import Structure
 from penstock.fusion.column_reductions import column_units
 from penstock.fusion.groups import Group
 from penstock.graph import elementwise
+from penstock.graph.calls import inline
 from penstock.graph.dtypes import bfloat16
 from penstock.graph.node import placeholder
 from penstock.graph.quantization import packed_matmul
@@ -211,7 +212,7 @@ def test_nvrtc_takes_a_norm_before_packed_products(columns: int, centred: bool) 
     near = norm(*tensors, centred)._node
     words = placeholder((96, columns // 8), np.dtype(np.uint32))
     scales = placeholder((96, columns // 32), bfloat16)
-    nodes, _ = prepare([packed_matmul(near, words, scales)], [x, scale, words, scales])
+    nodes, _ = prepare(inline([packed_matmul(near, words, scales)]), [x, scale, words, scales])
     (group,) = fused(nodes, can, column_units(can))
     lowering = write(group, can, "x")
     assert lowering is not None
