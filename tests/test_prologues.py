@@ -16,6 +16,7 @@ from test_cuda_sources import Imagined
 import penstock as ps
 from penstock import Device
 from penstock.compiler.passes import fused
+from penstock.compiler.pipeline import prepare
 from penstock.drivers.cuda import compile_text
 from penstock.drivers.driver import Driver
 from penstock.execution import realize
@@ -24,6 +25,7 @@ from penstock.execution.structure import Structure
 from penstock.fusion.column_reductions import column_units
 from penstock.fusion.groups import Group
 from penstock.graph import elementwise
+from penstock.graph.calls import inline
 from penstock.graph.dtypes import bfloat16
 from penstock.graph.node import placeholder
 from penstock.graph.quantization import packed_matmul
@@ -124,6 +126,17 @@ def test_workgroups_take_rows_in_turn(device: Device) -> None:
     )
 
 
+def test_rows_also_read_numbers_of_the_vector_and_biases(device: Device) -> None:
+    """What rows read comes before the vector is computed, but not what depends on the vector."""
+    x, scale, weight, bias = given_to(device, (1, 256), (256,), (300, 256), (300,))
+    mean = x.mean()
+    result = ((weight - mean) * norm(x, scale, False)).sum(axis=-1) * mean + bias
+    wanted_x, wanted_scale, matrix, added = exact(x, scale, weight, bias)
+    near = normed(wanted_x, wanted_scale, False)
+    expected = ((matrix - wanted_x.mean()) * near).sum(axis=-1) * wanted_x.mean() + added
+    np.testing.assert_allclose(exact(result)[0], expected, rtol=1e-3, atol=1e-3)
+
+
 def test_what_is_wanted_itself_is_stored(device: Device) -> None:
     x, scale, weight = given_to(device, (1, 64), (64,), (64, 64))
     near = norm(x, scale, False)
@@ -159,3 +172,50 @@ def test_nvrtc_takes_a_pair_of_products(rows: int) -> None:
     (launch,) = lowering.launches
     text = whole_text([launch.source], "cuda")
     assert compile_text(text, "sm_90").startswith(b"\x7fELF")
+
+
+def packed_weights(bits: int, *weights: ps.Tensor) -> list[list[ps.Tensor]]:
+    return [[part.realize() for part in F.quantized(weight, bits, 32)] for weight in weights]
+
+
+@pytest.mark.parametrize("columns", [96, 896, 2048])
+@pytest.mark.parametrize(("bits", "centred", "dtype"), [(4, False, "bfloat16"), (8, True, "float16")])
+def test_a_norm_is_part_of_packed_products(
+    device: Device, columns: int, bits: int, centred: bool, dtype: str
+) -> None:
+    """On tensor cores; other kernels read a norm that was stored. A third product is in the same launch."""
+    shapes = (1, columns), (columns,), (200, columns), (200, columns), (40, columns)
+    x, scale, *weights = given_to(device, *shapes, dtype=dtype)
+    packed = packed_weights(bits, *weights)
+    near = norm(x, scale, centred)
+    gate, up, third = (F.quantized_linear(near, *parts, bits) for parts in packed)
+    gated = F.silu(gate) * up + third.sum()
+    norms = [
+        group for group in groups(device, gated, third) if group.kind == "row" and group.columns == columns
+    ]
+    assert bool(norms) is not device.capabilities.tensor_cores
+    realize.realize([gated._node, third._node], device)
+    expected = normed(*exact(x, scale), centred)
+    matrices = [exact(F.dequantized(*parts, bits, columns))[0] for parts in packed]
+    first, second, other = (expected @ matrix.T for matrix in matrices)
+    near_by = 0.02 * np.sqrt(columns)
+    np.testing.assert_allclose(exact(third)[0], other, rtol=0.02, atol=near_by)
+    wanted = first / (1 + np.exp(-first)) * second + exact(third)[0].sum()
+    np.testing.assert_allclose(exact(gated)[0], wanted, rtol=0.03, atol=0.03 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize(("columns", "centred"), [(256, False), (896, True)])
+def test_nvrtc_takes_a_norm_before_packed_products(columns: int, centred: bool) -> None:
+    can = replace(Imagined(tensor_cores=True).capabilities, max_group_size=1024)
+    x, scale = placeholder((1, columns), bfloat16), placeholder((columns,), bfloat16)
+    tensors = [ps.Tensor(node, ps.default_device()) for node in (x, scale)]
+    near = norm(*tensors, centred)._node
+    words = placeholder((96, columns // 8), np.dtype(np.uint32))
+    scales = placeholder((96, columns // 32), bfloat16)
+    nodes, _ = prepare(inline([packed_matmul(near, words, scales)]), [x, scale, words, scales])
+    (group,) = fused(nodes, can, column_units(can))
+    lowering = write(group, can, "x")
+    assert lowering is not None
+    (launch,) = lowering.launches
+    assert {dtype for dtype, name, _ in launch.source.arrays if name == "own_row"} == {"uint32"}
+    assert compile_text(whole_text([launch.source], "cuda"), "sm_90").startswith(b"\x7fELF")

@@ -40,7 +40,7 @@ def divided(
     ready: list[ir.Statement] = []
     later: list[ir.Statement] = []
     for statement in statements:
-        if isinstance(statement, ir.Let) and blocked.isdisjoint(_variables(statement.value)):
+        if isinstance(statement, ir.Let) and blocked.isdisjoint(names_in(statement.value)):
             ready.append(statement)
         else:
             later.append(statement)
@@ -48,15 +48,15 @@ def divided(
     return ready, later
 
 
-def _variables(expr: ir.Expr) -> set[str]:
-    """The names of the variables in an expression."""
+def names_in(tree: Any) -> set[str]:
+    """All names in a tree: of variables, of arrays, and of operations."""
     names: set[str] = set()
 
-    def note(tree: Any) -> None:
-        if isinstance(tree, ir.Var):
-            names.add(tree.name)
+    def note(part: Any) -> None:
+        if isinstance(part, str):
+            names.add(part)
 
-    rewritten(expr, note)
+    rewritten(tree, note)
     return names
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 from penstock.fusion.column_reductions import is_column_part
 from penstock.fusion.index import Coords, Index, variable
-from penstock.fusion.views import below_views
 from penstock.graph.contraction import GATHER
 from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.elementwise import CAST, PRIMITIVES
@@ -16,8 +15,8 @@ from penstock.kernels.lowering.blocks import depends_on_order
 from penstock.kernels.lowering.loop_nest import Lowered
 from penstock.kernels.lowering.partials import Partials
 from penstock.kernels.lowering.streaming import hinted, read_once
-from penstock.kernels.lowering.sums_of_rows import SumsOfRows
 from penstock.kernels.lowering.values import Value, computed_dtype
+from penstock.kernels.lowering.vectors_of_rows import READ_WORDS, VectorsOfRows
 from penstock.kernels.rewriting import divided
 from penstock.kernels.source import WORD, item_size
 
@@ -30,7 +29,6 @@ _FEW_THREADS = 128  # of a workgroup with short rows
 _MOST_THREADS = 1024  # that share a row
 _LONG_THREADS = 512  # the same where there are many rows
 _RESIDENT = 1024  # threads that a compute unit should hold; with more, each has too few registers
-_READ_WORDS = 64  # registers for what a thread reads before it computes anything
 _READS = 4  # steps along a row whose items a thread reads before it stores any result
 _BUSY = 256  # threads for each compute unit; where there are fewer, more threads share a row
 # A workgroup that computes a vector before its rows takes rows up to so many times, as long as there are so
@@ -41,7 +39,7 @@ _NOWHERE = Index((), -1)  # the index of column sums, which no load has, so that
 _ENOUGH = 0.9  # share of a row's threads that should have an item at every step
 
 
-class RowLoops(SumsOfRows):
+class RowLoops(VectorsOfRows):
     """A loop over rows, each in as many passes as its reductions need.
 
     On a GPU, a workgroup may also accumulate column sums over its rows.
@@ -60,7 +58,6 @@ class RowLoops(SumsOfRows):
             axes = tuple(range(2, source.ndim))
         self._rows, self._columns, self._row, self._column, _ = self.reduction_axes(source.shape, axes)
         self._number = self._row * self.group.columns + self._column
-        self._reads: ir.For | None = None  # what a thread reads of its row before it computes anything
         self._levels = self._levels_after(0)  # of each node: how many passes must end before it is computed
         self._first_pass = max((self._levels[node] for node in self._of_vector), default=0)  # over rows
         if self._of_vector:
@@ -126,13 +123,13 @@ class RowLoops(SumsOfRows):
                 kernel.body = self._with_column_sums(kernel.body, part_rows, together)
             elif part_rows > together:
                 kernel.body = [self._over_rows(kernel.body, part_rows, together)]
+            single = sum(any(self._results_of(stage)) for stage in range(self._first_pass, passes)) == 1
+            once = read_once(self.group, rows * columns) if single else []
             if part_rows == together:
-                kernel.body = self._around(before_rows, kernel.body)
+                kernel.body = self._around(before_rows, kernel.body, bool(once))
             else:
                 kernel.body = [*before_rows, *kernel.body]
-            kernel.body.insert(0, ir.Let("rank", ir.THREAD % self._threads))
-            if sum(any(self._results_of(stage)) for stage in range(self._first_pass, passes)) == 1:
-                kernel.body = hinted(kernel.body, self.group, read_once(self.group, rows * columns))
+            kernel.body = hinted([ir.Let("rank", ir.THREAD % self._threads), *kernel.body], self.group, once)
         else:
             part = self.chunk(rows, self.tasks(rows, rows * columns))
             kernel.body = [*part, ir.loop("row", ir.Var("begin"), ir.Var("end"), emitter.bodies[0])]
@@ -196,58 +193,6 @@ class RowLoops(SumsOfRows):
         ):
             turns *= 2
         return turns
-
-    def _vector_passes(self) -> list[ir.Statement]:
-        """What is computed before the rows: the vector that all of them read, which stays in registers."""
-        if not self._of_vector:
-            return []
-        emitter = self.emitter
-        emitter.bodies[0] = []
-        number, self._number = self._number, self._column
-        emitter.stage = 0
-        if self._fits_registers():
-            self._pass(0, self._vector_inputs(), whole=False)
-        inputs = [*emitter.kept]
-        for stage in range(self._first_pass):
-            emitter.stage = stage
-            self._pass(stage, [])
-        if self._fits_registers():
-            emitter.stage = self._first_pass
-            self._pass(self._first_pass, self._vectors(), whole=False)
-        for key in inputs:
-            del emitter.kept[key]
-        self._number = number
-        # Threads exchange values in local memory, which the rows reuse.
-        return [*emitter.bodies[0], ir.Barrier()]
-
-    def _around(self, before_rows: list[ir.Statement], body: list[ir.Statement]) -> list[ir.Statement]:
-        """The body of a row, which reads its items, then computes the vector, and then goes on."""
-        reads = next((1 + at for at, part in enumerate(body) if part is self._reads), 0)
-        first = [part for part in body[:reads] if not isinstance(part, ir.Forget)]  # of vectors
-        rest = [part for part in body[:reads] if isinstance(part, ir.Forget)]
-        return [*first, *before_rows, *rest, *body[reads:]]
-
-    def _vector_inputs(self) -> list[Node]:
-        """The inputs that vectors are computed from: all are read at once, and stay in registers."""
-        stack, seen = [*self._of_vector, *self._vectors()], set[Node]()
-        while stack:
-            node = stack.pop()
-            if node not in seen:
-                seen.add(node)
-                stack += () if node in self.group.inputs else node.inputs
-        inputs = [node for node in self.group.inputs if node in seen and node.size == self.group.columns]
-        return inputs if self._words(inputs) <= _READ_WORDS else []
-
-    def _vectors(self) -> list[Node]:
-        """The vectors that rows read and that depend on reductions."""
-        read = {
-            read
-            for node in self.group.nodes
-            if self._is_whole(node)
-            for parent in node.inputs
-            if (read := below_views(parent)).size == self.group.columns and self._levels.get(read)
-        }
-        return [_unwidened(node) for node in self.group.nodes if node in read]
 
     def _divide(self, rows: int) -> tuple[int, int]:
         """How many threads share a row, and how many rows a workgroup processes at a time."""
@@ -472,7 +417,7 @@ class RowLoops(SumsOfRows):
         statements, start = [*inside, *emitter.leave()], ir.Var("rank") * lanes
         if self._fits_registers():
             nodes = [node for (node, _), _ in read]
-            if kept or self._steps() == 1 or not nodes or self._words(nodes) > _READ_WORDS:
+            if kept or self._steps() == 1 or not nodes or self._words(nodes) > READ_WORDS:
                 return [self._step_loop(start, self._steps(), statements)]
             return self._loads_first(start, self._steps(), inside, read, body)
         if not any(isinstance(statement, ir.Store) for statement in statements):
@@ -518,9 +463,3 @@ class RowLoops(SumsOfRows):
         turn = ir.Var("turn")
         counts = [ir.Let("column", start + turn * step), ir.Let("slot", turn * self.lanes)]
         return ir.loop("turn", 0, turns, [*counts, *statements], unrolled=turns)
-
-
-def _unwidened(node: Node) -> Node:
-    """The value in half precision that a value was cast from, if it was: it takes half the registers."""
-    source = below_views(node.inputs[0]) if node.primitive is CAST else node
-    return source if source.dtype in HALF_PRECISION and source.size == node.size else node

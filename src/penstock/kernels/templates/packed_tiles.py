@@ -33,7 +33,6 @@ _ITEMS = 32  # neighbouring inputs of a thread
 _CHUNK = 4 * _ITEMS  # inputs of a warp
 _FEW_WARPS, _MOST_WARPS = 8, 32  # of a workgroup; more, where there are few workgroups
 _FEW_TILES = 2  # for each compute unit: with fewer, a workgroup has a single tile
-_RESIDENT = 4  # workgroups of a compute unit, where there are many, of few rows
 _WORDS = 4  # that a thread reads at once
 _AT_ONCE = 4  # tiles whose integers a thread has registers for
 
@@ -110,8 +109,7 @@ def tensor_packed(
                                 totals[number, rows], pairs, words[2 * part :][:2], problem.x.dtype
                             )
     results.finish(totals, place)
-    resident = 1 if few or row_tiles > 1 else _RESIDENT
-    return k.source((ceil(problem.columns / (tiles * _FEATURES)),), (warps * _WARP,), resident)
+    return k.source((ceil(problem.columns / (tiles * _FEATURES)),), (warps * _WARP,))
 
 
 def _row_words(
