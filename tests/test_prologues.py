@@ -178,13 +178,13 @@ def packed_weights(bits: int, *weights: ps.Tensor) -> list[list[ps.Tensor]]:
     return [[part.realize() for part in F.quantized(weight, bits, 32)] for weight in weights]
 
 
-@pytest.mark.parametrize("columns", [96, 896, 2048])
+@pytest.mark.parametrize(("columns", "features"), [(96, 200), (896, 200), (2048, 2200)])
 @pytest.mark.parametrize(("bits", "centred", "dtype"), [(4, False, "bfloat16"), (8, True, "float16")])
 def test_a_norm_is_part_of_packed_products(
-    device: Device, columns: int, bits: int, centred: bool, dtype: str
+    device: Device, columns: int, features: int, bits: int, centred: bool, dtype: str
 ) -> None:
     """On tensor cores; other kernels read a norm that was stored. A third product is in the same launch."""
-    shapes = (1, columns), (columns,), (200, columns), (200, columns), (40, columns)
+    shapes = (1, columns), (columns,), (features, columns), (features, columns), (40, columns)
     x, scale, *weights = given_to(device, *shapes, dtype=dtype)
     packed = packed_weights(bits, *weights)
     near = norm(x, scale, centred)
