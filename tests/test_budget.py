@@ -343,14 +343,15 @@ def start(device: Device, network: str, memory: int | None) -> tuple[Any, Any]:
 
 def training(device: Device, network: str, memory: int | None = None) -> list[bytes]:
     """The bits of the losses, and of the parameters after three steps."""
-    if device.capabilities.offloads:  # so that state which the budget has no room for is made at the host
-        device.limit_bytes = memory
+    before = device.limit_bytes
+    if memory is not None and device.capabilities.offloads:
+        device.limit_bytes = memory  # so that state which the budget has no room for is made at the host
     try:
         model, step = start(device, network, memory)
         bits = [step(ps.asarray(batch(network, at), device=device)).numpy().tobytes() for at in range(3)]
         return bits + [parameter.numpy().tobytes() for parameter in model.parameters()]
     finally:
-        device.limit_bytes = None
+        device.limit_bytes = before
 
 
 @pytest.mark.slow("opencl-mapped", "opencl-device", "host", "host-far", "webgpu")
