@@ -10,7 +10,6 @@ describes a device plans the step, and runs nothing. The share is that of the de
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -83,6 +82,8 @@ def lines(training: Training, device: ps.Device, limit: int, steps: int, report:
     )
     report.add("share of the cap taken", taken / limit, "", "<= 1", taken <= limit, detail)
     if present:
+        losses.append(training.next_loss())  # which captures a graph
+        device.sync()
         start = perf_counter()
         losses += [training.next_loss() for _ in range(steps)]
         device.sync()
@@ -105,7 +106,6 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="write the table as JSON, with the commit and the device")
     options = parser.parse_args()
     device = ps.use(options.device)
-    device.capabilities = replace(device.capabilities, offloads=True)
     device.limit_bytes = options.memory
     start = perf_counter()
     training = Training(options.width, options.layers, options.batch)
@@ -114,7 +114,8 @@ def main() -> None:
     report = Report()
     lines(training, device, parse_bytes(options.memory), options.steps, report)
     if options.save:
-        report.save(options.save, "capped", device, {})
+        given = f" --device {device.name} --memory {options.memory} --layers {options.layers}"
+        report.save(options.save, "capped", device, {}, f"{given} --batch {options.batch}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     python benchmarks/offload.py --model gpt2-124M --recompute --budgets 3818MiB 3GiB
     python benchmarks/offload.py --model gpt-1.5B --device card.toml --plan      # only what is predicted
 
-Values move even on devices where that is not offered yet, or with --recompute not at all. The budgets are
+Values move even on devices where that is not offered, or with --recompute not at all. The budgets are
 shares of what the step takes without a budget, and the smallest that would do, or those that are given. Each
 has a new model: two steps for the bits, then the times. Times are predicted from rates that are measured
 first, or from those of a file.
@@ -183,7 +183,10 @@ def main() -> None:
         else:
             lines(name, make, limits_of(plan, options.budgets), rates, report)
     if options.save:
-        report.save(options.save, "offload", device, {})
+        model = f" --model {options.model}" if options.model else ""
+        budgets = " ".join([" --budgets", *options.budgets]) if options.budgets else ""
+        given = f" --device {device.name}{model}{' --recompute' if options.recompute else ''}{budgets}"
+        report.save(options.save, "offload", device, {}, given)
 
 
 if __name__ == "__main__":

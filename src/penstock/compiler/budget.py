@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 from penstock.compiler.compilation import Compilation, Move
 from penstock.compiler.layout import lay_out, own_buffers, plan
@@ -35,6 +36,7 @@ from penstock.plan.recomputing import sequels
 from penstock.plan.sequences import HOLD, OUT, Link, Run, Sequel, Task
 
 _SURE = 0.95  # of what is estimated to be live: no plan takes less
+_AMPLE = 1 / 20  # of a budget: if so much of it is left, a search has gone on for long enough
 _SHOWN = 4  # of the largest values, in a message
 _MARGIN = 1.3  # of a copy: that it also waits for memory which others leave is not known before the plan
 _LEVELS = 8  # of memory, between what is needed without a budget and the least
@@ -50,7 +52,7 @@ def fit(state: Compilation, target: Target) -> Compilation:
         return state
     room = budget.limit - budget.held
     outlines: list[_Outline] = []
-    for outline in _outlines(state, target):
+    for outline in _outlines(state, target, room):
         outlines.append(outline)
         if outline.least <= room:
             planned = outline.planned()
@@ -194,7 +196,8 @@ class _Outline:
     planned: Callable[[], Compilation]
 
 
-def _outlines(state: Compilation, target: Target) -> Iterator[_Outline]:
+def _outlines(state: Compilation, target: Target, room: int | None = None) -> Iterator[_Outline]:
+    """Ways to run the groups; first those to which a search comes until it has `room`, and some more."""
     works = works_of(state)
     fixed = set(own_buffers(state))
     kept = works.kept | {number for number, node in enumerate(works.nodes) if node in fixed}
@@ -215,11 +218,20 @@ def _outlines(state: Compilation, target: Target) -> Iterator[_Outline]:
     nbytes = list(map(_aligned, works.nbytes))
     own = _state(state, target, works, fixed) if link else {}
     new = _new_state(state, target, works, fixed) - {new for _, new in own.values()} if link else frozenset()
-    for sequel in _frontier(tasks, order, nbytes, kept, link, own, new):
+
+    def least_of(sequel: Sequel) -> int:
         stays = sum(nbytes[number] for number in (own.keys() - sequel.hosted) | (new - sequel.results))
         freed = target.budget.freed([own[number][0] for number in sequel.hosted]) if target.budget else 0
         freed += sum(results.get(works.nodes[number], 0) for number in sequel.results)
-        least = sum(results.values()) + int(_SURE * (sequel.peak_bytes - stays)) - freed
+        return sum(results.values()) + int(_SURE * (sequel.peak_bytes - stays)) - freed
+
+    def ample(sequel: Sequel) -> bool:
+        return room is not None and least_of(sequel) <= room - int(
+            _AMPLE * (target.budget or Budget(0)).limit
+        )
+
+    for sequel in _frontier(tasks, order, nbytes, kept, link, own, new, ample):
+        least = least_of(sequel)
         if link is not None and sequel.moves:  # with time for the copies, or else in the least memory
             early = partial(prefetched, sequel, tasks, nbytes, link)
             yield _Outline(least, partial(_planned, state, target, works.nodes, early))
@@ -270,22 +282,38 @@ def _frontier(
     link: Link | None,
     own: Mapping[int, tuple[int, int | None]],
     new: frozenset[int],
+    ample: Callable[[Sequel], bool],
 ) -> Iterator[Sequel]:
     """Sequences that take less and less memory. With a link, none for which a cheaper one takes no more.
 
     A search that may move values decides greedily, and can end with dearer sequences than one that may not.
+    Both go on after one that is `ample` only if more are asked for.
     """
     state = {value: new for value, (_, new) in own.items()}
     plain = sequels(tasks, order, nbytes, kept, state=state, new=new)
     if link is None:
         yield from plain
         return
-    every = [*plain, *sequels(tasks, order, nbytes, kept, link, state, new)]
+    searches = (plain, sequels(tasks, order, nbytes, kept, link, state, new))
+    every: list[Sequel] = []
+    for search in searches:
+        for sequel in search:
+            every.append(sequel)
+            if ample(sequel):
+                break
+    first = _cheapest(every)
+    yield from first
+    every += chain(*searches)
+    yield from (sequel for sequel in _cheapest(every) if not any(sequel is other for other in first))
+
+
+def _cheapest(sequels: Sequence[Sequel]) -> list[Sequel]:
+    """Those for which no cheaper one takes as little memory, that with the most memory first."""
     best: list[Sequel] = []
-    for sequel in sorted(every, key=lambda sequel: (sequel.peak_bytes, sequel.price)):
+    for sequel in sorted(sequels, key=lambda sequel: (sequel.peak_bytes, sequel.price)):
         if not best or sequel.price < best[-1].price:
             best.append(sequel)
-    yield from reversed(best)
+    return best[::-1]
 
 
 def _aligned(nbytes: int) -> int:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 from penstock.drivers.driver import Cost
 
 _LINK = 64.0  # bytes that kernels move while one crosses a PCI bus
+# Of the time of a copy: by how much it slows the kernels beside it, as a GPT's training steps did on an H200.
+BESIDE = 1 / 20
 
 
 class Crossing(NamedTuple):
@@ -40,6 +42,7 @@ class StepRates:
         ended = [0.0]  # when so many launches have ended
         waited_for: dict[int, float] = {}  # by launch
         sent, fetched = 0.0, 0.0  # until when the link is busy in each direction
+        busy = sum(map(self.launch_seconds, launches))  # how long kernels run, slowed by copies beside them
         done: list[float] = []  # when each copy is
         waiting = iter([*copies, None])
         copy = next(waiting)
@@ -48,6 +51,7 @@ class StepRates:
                 free = sent if copy.to_host else fetched
                 start = max(free, ended[copy.after], *(done[other] for other in copy.copies))
                 end = start + self.launch + copy.nbytes / self.link
+                busy += BESIDE * (end - start)
                 sent, fetched = (end, fetched) if copy.to_host else (sent, end)
                 done.append(end)
                 if copy.before is not None:
@@ -56,7 +60,7 @@ class StepRates:
             if number < len(launches):
                 start = max(ended[-1], waited_for.get(number, 0.0))
                 ended.append(start + self.launch_seconds(launches[number]))
-        return max(ended[-1], sent, fetched)
+        return max(ended[-1], busy, sent, fetched)
 
     def launch_seconds(self, cost: Cost) -> float:
         """About how long a launch takes by itself: what it moves and what it multiplies, it does at once."""

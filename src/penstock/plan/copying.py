@@ -14,10 +14,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from penstock.drivers.rates import BESIDE
 from penstock.plan.sequences import OUT, Link, Task
 from penstock.plan.unfolding import Unfolded
-
-_HIDDEN = 1 / 64  # of the time of a copy: its price where kernels run meanwhile, as both read memory
 
 
 def elapsed(unfolded: Unfolded, tasks: Sequence[Task], nbytes: Sequence[int], link: Link) -> float:
@@ -27,6 +26,7 @@ def elapsed(unfolded: Unfolded, tasks: Sequence[Task], nbytes: Sequence[int], li
     load = unfolded.load.tolist()
     room = max(load, default=0)
     now, sent, fetched = 0.0, 0.0, 0.0  # until when kernels run, and copies in each direction
+    busy = 0.0  # how long kernels run, slowed by copies beside them
     begins: list[float] = []  # when kernels reach each run
     there = dict.fromkeys(unfolded.hosted, 0.0)  # when the host has a value
     leaving: deque[tuple[float, int]] = deque()  # what still takes memory: until when, and bytes
@@ -40,12 +40,14 @@ def elapsed(unfolded: Unfolded, tasks: Sequence[Task], nbytes: Sequence[int], li
             begins.append(now)
             load[at] += left
             now += tasks[run.task].price or 0.0
+            busy += tasks[run.task].price or 0.0
             continue
         begins.append(now)
         load[at] += left
         (number,) = run.reads
         size = nbytes[unfolded.value_of[number]]
         now += link.copy
+        busy += link.copy + BESIDE * size * link.byte
         if run.task == OUT:
             there[run.writes[0]] = sent = max(now, sent) + size * link.byte
             leaving.append((sent, size))
@@ -57,7 +59,7 @@ def elapsed(unfolded: Unfolded, tasks: Sequence[Task], nbytes: Sequence[int], li
             load[at] += size
         fetched = max(begins[at], earliest) + size * link.byte
         now = max(now, fetched)
-    return max(now, sent)
+    return max(now, busy, sent)
 
 
 class Window(NamedTuple):
@@ -81,7 +83,7 @@ class Traffic:
         self._waits: dict[Window, float] = {}  # by window: moments of a parameter have the same
 
     def wait(self, window: Window) -> float:
-        """About how long kernels would wait for another copy: at least a little, as both read memory."""
+        """About how long kernels would wait for another copy; beside it, they are a little slower."""
         if window not in self._waits:
             self._waits[window] = self._waited(window)
         return self._waits[window]
@@ -95,7 +97,7 @@ class Traffic:
             self._time(window.first, window.last) - float(self._takes[inside].sum()),
             self._time(first, last) - float(self._takes[beside].sum()),
         )
-        return max(window.takes - max(free, 0.0), _HIDDEN * window.takes)
+        return max(window.takes - max(free, 0.0), BESIDE * window.takes)
 
     def _time(self, first: int, last: int) -> float:
         return float(self._until[last] - self._until[first])
