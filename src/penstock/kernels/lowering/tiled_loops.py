@@ -12,6 +12,7 @@ from penstock.kernels import ir
 from penstock.kernels.lowering.loop_nest import GROUP_THREADS, Lowered, at_most
 from penstock.kernels.lowering.map_loops import MapLoops
 from penstock.kernels.lowering.values import computed_dtype, merged
+from penstock.kernels.transposing import transposed
 
 _SHORTEST = CROSSED_AXIS  # axis that is worth a tile
 _LINE = 64  # bytes of a result's row in the tile of a CPU: a cache line
@@ -21,17 +22,6 @@ _WIDE_SIDE = 64  # the same where there is enough work for workgroups of `_WIDE_
 _WIDE_THREADS = 512
 _GROUPS = 8  # such workgroups for each compute unit
 _MOST_COPIES = 3  # inputs whose tiles stay in a CPU's first-level cache
-# An 8 x 8 block is transposed in three rounds: pairs of rows to shuffle, and the lanes of the two results.
-_PAIRS = (
-    ((0, 1), (2, 3), (4, 5), (6, 7)),
-    ((0, 2), (1, 3), (4, 6), (5, 7)),
-    ((0, 4), (1, 5), (2, 6), (3, 7)),
-)
-_ITEMS = (
-    ((0, 8, 1, 9, 4, 12, 5, 13), (2, 10, 3, 11, 6, 14, 7, 15)),
-    ((0, 1, 8, 9, 4, 5, 12, 13), (2, 3, 10, 11, 6, 7, 14, 15)),
-    ((0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15)),
-)
 
 Loads = Mapping[int, set[tuple[int, Index]]]
 
@@ -196,10 +186,7 @@ class TiledLoops(MapLoops):
         for row in range(lanes):
             place, _, _ = emitter.index(index + Index((), row * step))
             rows.append(named(ir.Load(kind, f"in{number}", stored, place, 1)))
-        for turn, (pairs, items) in enumerate(zip(_PAIRS, _ITEMS, strict=True)):
-            made = [named(ir.Shuffle(kind, rows[i], rows[j], part)) for i, j in pairs for part in items]
-            rows = made if turn < 2 else made[::2] + made[1::2]
-        for row, value in enumerate(rows):
+        for row, value in enumerate(transposed(rows, named)):
             place, _, _ = emitter.index(spot + Index((), row * self._sides[self._last]))
             result.append(ir.Store(value, array, kind.dtype, place))
         return result

@@ -200,7 +200,7 @@ def _separately(kind: _Extreme, capabilities: Capabilities) -> KernelSource:
 
 
 def _rows_on_cpu(kind: _Extreme, capabilities: Capabilities) -> KernelSource:
-    """A task for each row. The extreme of each segment is computed in vectors, and the best is searched for."""
+    """A task for each row. The extremes of segments are computed in vectors; the best is searched for."""
     tasks, k = Tasks(kind.outer, capabilities), kind.builder("extreme_of_rows", capabilities)
     x, length = k.inputs[0], kind.length
     whole = length // kind.step * kind.step
