@@ -32,7 +32,7 @@ _EACH = 16  # items of a row per thread of a GPU: the barriers after them cost a
 _PART = 1024  # items of a part of a row, or more
 _MOST_PARTS = 512  # of a row
 _GROUPS = 2  # workgroups for each compute unit of a GPU; rows are divided where there are fewer
-_SEGMENT = 1024  # items of a row that are searched a second time if they hold the extreme
+_SEGMENT = 512  # items of a row that are searched a second time if they hold the extreme
 
 
 @dataclass(frozen=True)
