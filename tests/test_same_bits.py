@@ -32,6 +32,8 @@ EXPRESSIONS: dict[str, Callable[[ps.Tensor], ps.Tensor]] = {
     "cumulative sum": lambda x: ps.cumulative_sum(x, axis=1),
     "half precision": lambda x: ps.sum(x.astype(ps.float16) * 3, axis=0),
     "moves": lambda x: ps.concat([x, -x], axis=0)[::2] + 1,
+    "tanh": ps.tanh,
+    "sort": ps.sort,
     "gradient": ps.grad(lambda x: ps.sum(ps.tanh(x) ** 2)),
 }
 
@@ -42,6 +44,18 @@ def test_each_call_gives_the_same_bits(device: Device, name: str) -> None:
     values = np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32)
     results = [EXPRESSIONS[name](ps.asarray(values, device=device)).numpy().tobytes() for _ in range(3)]
     assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.slow("webgpu")
+def test_sorted_items_are_the_same_with_a_gradient(device: Device) -> None:
+    values = np.random.default_rng(0).standard_normal((20, 70)).astype(np.float32)
+    values[3, :4] = 0.0, -0.0, np.nan, 0.0
+    x = ps.asarray(values, device=device)
+    plain = ps.sort(x).numpy()
+    tracked = x.detach().requires_grad_()
+    assert ps.sort(tracked).numpy().tobytes() == plain.tobytes()
+    assert plain.tobytes() == np.sort(values, axis=-1, kind="stable").tobytes()
+    assert ps.jit(ps.sort)(x).numpy().tobytes() == plain.tobytes()
 
 
 @pytest.mark.slow("webgpu")

@@ -244,6 +244,15 @@ def test_exponentials_at_the_end_of_the_range(device: Device, count: int) -> Non
         np.testing.assert_allclose(ps.tanh(x / 2).numpy(), np.ones(count), rtol=1e-6)
 
 
+def test_tanh_to_units_in_the_last_place(device: Device) -> None:
+    """As precise as is said where it is nearly linear, where it bends and where it nears 1."""
+    x = np.concatenate([np.logspace(-30, 1.1, 40_001), np.linspace(0, 10, 40_001)]).astype(np.float32)
+    exact = np.tanh(x.astype(np.float64))
+    y = ps.tanh(ps.asarray(x, device=device)).numpy()
+    assert np.max(np.abs(y - exact) / np.spacing(exact.astype(np.float32))) < 4
+    assert y.max() <= 1
+
+
 INTEGERS = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
 
 

@@ -386,6 +386,24 @@ def test_rows_that_are_replaced(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@given(data=st.data())
+@few
+def test_sorting_many_rows(bench: Bench, variant: str, data: st.DataObject) -> None:
+    # Few shapes, because each has kernels of its own.
+    rows, length = data.draw(st.sampled_from([(8, 64), (21, 70), (40, 1030)]))
+    dtype = data.draw(st.sampled_from(["float32", "int32", "uint32"]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    array = rng.integers(0, 1 << 32, (rows, length), np.uint32).view(dtype)
+    if dtype == "float32":
+        array = np.where(np.isnan(array), np.float32(1), array)
+        if data.draw(st.booleans()):  # in some rows
+            array[rng.integers(0, rows), :3] = -0.0, 0.0, NAN
+    node = reducing.sort(at(array), 1, data.draw(st.booleans()))
+    result = bench.run(node, variant)
+    np.testing.assert_array_equal(result.view(np.uint32), meaning(node).view(np.uint32))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 @given(shape=st.lists(st.integers(1, 70), min_size=1, max_size=3), data=st.data())
 @few
 def test_any_shape(bench: Bench, variant: str, shape: list[int], data: st.DataObject) -> None:

@@ -90,8 +90,8 @@ def _thread_lanes(group: Group, capabilities: Capabilities) -> int:
 def _turns(group: Group, lanes: int, wanted: int, capabilities: Capabilities) -> int:
     """How many vectors a thread of a GPU computes, each as far from the last as a workgroup is wide.
 
-    Where items are no neighbours in memory, as many as it would have as neighbours. Two where it must wait for
-    an index before it can read.
+    Where items are no neighbours in memory, as many as it would have as neighbours. Two where it must wait
+    for an index before it can read.
     """
     turns = wanted // lanes
     if turns == 1 and any(node.primitive is GATHER for node in group.nodes):

@@ -124,7 +124,7 @@ class MapLoops(LoopNest):
         return self.lowered()
 
     def _place_of_item(self, names: list[str]) -> list[ir.Statement]:
-        """Compute variables from the number of an item; once the loads are known, by which they are ordered."""
+        """Compute variables from an item's number; once the loads are known, by which they are ordered."""
         steps = self.emitter.lane_steps
         order = [(name, (self.lanes if steps.get(name) else 1)) for name in self._order(names)]
         variables = [(name, self.count([name]) // lanes, lanes) for name, lanes in order]

@@ -12,26 +12,19 @@ from penstock.kernels import ir
 from penstock.kernels.lowering.loop_nest import GROUP_THREADS, Lowered, at_most
 from penstock.kernels.lowering.map_loops import MapLoops
 from penstock.kernels.lowering.values import computed_dtype, merged
+from penstock.kernels.transposing import transposed
 
 _SHORTEST = CROSSED_AXIS  # axis that is worth a tile
 _LINE = 64  # bytes of a result's row in the tile of a CPU: a cache line
-_HEIGHT = 128  # neighbours along an input's row in the tile of a CPU
+_HEIGHT = 8  # neighbours along an input's row in the tile of a CPU
+_RUN = (
+    512  # the same in all tiles, one after another, of a part of a CPU's task: its rows are read as streams
+)
 _SIDE = 32  # of the tile of a GPU
 _WIDE_SIDE = 64  # the same where there is enough work for workgroups of `_WIDE_THREADS`
 _WIDE_THREADS = 512
 _GROUPS = 8  # such workgroups for each compute unit
 _MOST_COPIES = 3  # inputs whose tiles stay in a CPU's first-level cache
-# An 8 x 8 block is transposed in three rounds: pairs of rows to shuffle, and the lanes of the two results.
-_PAIRS = (
-    ((0, 1), (2, 3), (4, 5), (6, 7)),
-    ((0, 2), (1, 3), (4, 6), (5, 7)),
-    ((0, 4), (1, 5), (2, 6), (3, 7)),
-)
-_ITEMS = (
-    ((0, 8, 1, 9, 4, 12, 5, 13), (2, 10, 3, 11, 6, 14, 7, 15)),
-    ((0, 1, 8, 9, 4, 5, 12, 13), (2, 3, 10, 11, 6, 7, 14, 15)),
-    ((0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15)),
-)
 
 Loads = Mapping[int, set[tuple[int, Index]]]
 
@@ -90,20 +83,18 @@ class TiledLoops(MapLoops):
         """The sizes of tiles, their arrays, and the index of an item in them."""
         emitter = self.emitter
         itemsize = min(node.dtype.itemsize for node in self.group.outputs)
-        self._sides = {self._other: _HEIGHT, self._last: max(8, _LINE // itemsize)}
+        self._sides = {self._other: _RUN, self._last: max(8, _LINE // itemsize)}
         pad = 0
         if self.gpu:
             self._sides = dict.fromkeys((self._other, self._last), self._side)
             pad = 1  # avoids bank conflicts along columns
-        width = self._sides[self._last] + pad
+        width, height = self._sides[self._last] + pad, self._side if self.gpu else _HEIGHT
         for name in self._sides:
             begin = f"{name}begin"
             emitter.depth_of[begin], emitter.variables.lengths[begin] = 0, self._lengths[name]
         self._spot = self._inside(self._other) * width + self._inside(self._last)
         for number, index in self._copied:
-            array = ir.LocalArray(
-                emitter.name("tile"), self._type(number).dtype, self._sides[self._other] * width
-            )
+            array = ir.LocalArray(emitter.name("tile"), self._type(number).dtype, height * width)
             emitter.kernel.arrays.append(array)
             emitter.copies[number, index] = array.name, self._spot
 
@@ -118,14 +109,17 @@ class TiledLoops(MapLoops):
         return names, [-(-self._lengths[name] // side) for name, side in self._sides.items()]
 
     def _begin(self, number: ir.Expr) -> list[ir.Statement]:
-        """Where a tile begins and ends, and the variables that are constant in it."""
+        """Where a tile, or a run of tiles, begins and ends, and the variables that are constant in it."""
         names, (high, wide) = self._outside()
         result: list[ir.Statement] = [ir.Let("outside", number // (high * wide))]
         for name, count in ((self._other, number // wide % high), (self._last, number % wide)):
-            begin = ir.Var(f"{name}begin")
+            run = not self.gpu and name == self._other
+            begin, end = (
+                ir.Var(f"{name}{word}") for word in (("first", "stop") if run else ("begin", "end"))
+            )
             result.append(ir.Let(begin.name, count * self._sides[name]))
-            end = at_most(begin, self._sides[name], ir.Const(self._lengths[name]))
-            result += [] if self.gpu else [ir.Let(f"{name}end", end)]
+            limit = at_most(begin, self._sides[name], ir.Const(self._lengths[name]))
+            result += [] if self.gpu else [ir.Let(end.name, limit)]
         return [*result, *self.unpack("outside", names, 0)]
 
     # A CPU
@@ -143,7 +137,10 @@ class TiledLoops(MapLoops):
         rows = self.vector_loops(self._last, first, end, exact, self._body)
         first, end = (ir.Var(f"{self._other}{word}") for word in ("begin", "end"))
         row = ir.loop(self._other, first, end, [*emitter.bodies[0], *rows])
-        kernel.body.append(ir.loop("number", ir.Var("begin"), ir.Var("end"), [*begin, *copies, row]))
+        start, stop = (ir.Var(f"{self._other}{word}") for word in ("first", "stop"))
+        tile = [ir.Let(end.name, at_most(first, _HEIGHT, stop)), *copies, row]
+        run = ir.loop(first.name, start, stop, tile, step=_HEIGHT)
+        kernel.body.append(ir.loop("number", ir.Var("begin"), ir.Var("end"), [*begin, run]))
         return self.lowered()
 
     def _copy(self, number: int, index: Index) -> list[ir.Statement]:
@@ -196,10 +193,7 @@ class TiledLoops(MapLoops):
         for row in range(lanes):
             place, _, _ = emitter.index(index + Index((), row * step))
             rows.append(named(ir.Load(kind, f"in{number}", stored, place, 1)))
-        for turn, (pairs, items) in enumerate(zip(_PAIRS, _ITEMS, strict=True)):
-            made = [named(ir.Shuffle(kind, rows[i], rows[j], part)) for i, j in pairs for part in items]
-            rows = made if turn < 2 else made[::2] + made[1::2]
-        for row, value in enumerate(rows):
+        for row, value in enumerate(transposed(rows, named)):
             place, _, _ = emitter.index(spot + Index((), row * self._sides[self._last]))
             result.append(ir.Store(value, array, kind.dtype, place))
         return result

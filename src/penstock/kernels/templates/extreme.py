@@ -32,7 +32,7 @@ _EACH = 16  # items of a row per thread of a GPU: the barriers after them cost a
 _PART = 1024  # items of a part of a row, or more
 _MOST_PARTS = 512  # of a row
 _GROUPS = 2  # workgroups for each compute unit of a GPU; rows are divided where there are fewer
-_SEGMENT = 1024  # items of a row that are searched a second time if they hold the extreme
+_SEGMENT = 512  # items of a row that are searched a second time if they hold the extreme
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def _separately(kind: _Extreme, capabilities: Capabilities) -> KernelSource:
 
 
 def _rows_on_cpu(kind: _Extreme, capabilities: Capabilities) -> KernelSource:
-    """A task for each row. The extreme of each segment is computed in vectors, and the best is searched for."""
+    """A task for each row. The extremes of segments are computed in vectors; the best is searched for."""
     tasks, k = Tasks(kind.outer, capabilities), kind.builder("extreme_of_rows", capabilities)
     x, length = k.inputs[0], kind.length
     whole = length // kind.step * kind.step

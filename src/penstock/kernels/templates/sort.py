@@ -3,7 +3,7 @@
 Items of every dtype are sorted by keys: unsigned integers in the same order. A pair is a key and the item's
 index in its row. A thread sorts a short row by insertion; a workgroup of a GPU sorts a row that fits into
 local memory by a bitonic network (`bitonic.py`). Other rows are sorted by radix: digit by digit, each pass
-being stable.
+being stable; those of a CPU in `sort_cpu.py`.
 
 Keys are words of 32 bits on a GPU, the lowest first, and of up to 64 on a CPU. A pair in a GPU's memory is
 the index, followed by the words of the key.
@@ -15,21 +15,14 @@ from collections.abc import Sequence
 
 from penstock.drivers.driver import Capabilities
 from penstock.graph.node import Node
-from penstock.graph.reducing import SORT
 from penstock.kernels.builder import KernelBuilder, Memory
-from penstock.kernels.ir.expressions import Binary, Const, Expr, Operand, Type, Var
+from penstock.kernels.ir.expressions import Expr, Var
 from penstock.kernels.source import KernelSource
 from penstock.kernels.templates.bitonic import EACH, RegisterSort, greater, local_words
-from penstock.kernels.templates.launches import (
-    CPU_SHARES,
-    Launch,
-    Lowering,
-    Tasks,
-    along,
-    is_cpu,
-    one_launch,
-)
+from penstock.kernels.templates.launches import Launch, Lowering, Tasks, is_cpu, one_launch
 from penstock.kernels.templates.scan import Scan, row_scan
+from penstock.kernels.templates.sort_cpu import sort_on_cpu
+from penstock.kernels.templates.sort_rows import SortedRows
 
 _DIGITS = 256  # values of a digit, which is a byte; on a GPU a thread for each
 _BLOCK = 2048  # items that a workgroup counts and scatters
@@ -43,13 +36,11 @@ _MOST_WORDS = 1 << 31  # of all pairs, so that indices are int32
 
 def sort(node: Node, capabilities: Capabilities) -> Lowering | None:
     """Kernels of `sort` and `argsort`; None where workgroups are too small or indices too large."""
-    rows = _Rows(node, capabilities)
+    rows = SortedRows(node, capabilities)
     if rows.length <= (_INSERTED_ON_CPU if is_cpu(capabilities) else _INSERTED_ON_GPU):
         return one_launch(_insertion(rows, capabilities))
     if is_cpu(capabilities):
-        slots = min(rows.count, CPU_SHARES * capabilities.compute_units)
-        scratch = slots * 2 * rows.length * rows.pair * 8
-        return Lowering((Launch(_row_by_row(rows, slots, capabilities), (0, 2, 1)),), (scratch,))
+        return sort_on_cpu(rows, capabilities)
     shares = _Shares(rows, capabilities)
     if shares.fit:
         return one_launch(_in_registers(rows, shares, capabilities))
@@ -59,73 +50,7 @@ def sort(node: Node, capabilities: Capabilities) -> Lowering | None:
     return _by_digits(rows, capabilities)
 
 
-class _Rows:
-    """The rows to sort: their number, where their items are, and their keys."""
-
-    def __init__(self, node: Node, capabilities: Capabilities) -> None:
-        dtype = node.inputs[0].dtype
-        outer, self.length, self.inner = along(node.shape, node.attributes["axis"])
-        self.count = outer * self.inner
-        self.bytes = dtype.itemsize  # of a key, and its digits
-        wide, cpu = self.bytes == 8, is_cpu(capabilities)
-        self.words = 2 if wide and not cpu else 1
-        self.word = "uint64" if wide and cpu else "uint32"
-        # Items of scratch memory: words of 32 bits on a GPU, of 64 on a CPU.
-        self.pair = 1 + int(wide) if cpu else 1 + self.words
-        # Items are read as bits.
-        self.dtype = "uint32" if self.words == 2 else f"uint{8 * self.bytes}"
-        self._kind, self._descending = dtype.kind, node.attributes["descending"]
-        self._bits = 8 * self.bytes // self.words  # of the highest word
-        self.largest = Const((1 << self._bits) - 1, Type(self.word))
-        self._values = node.primitive is SORT
-        self.result = self.dtype if self._values else "int64"
-
-    def index(self, row: Expr, position: Expr) -> Expr:
-        """The index of an item of a row."""
-        length, inner = self.length, self.inner
-        if inner == 1:
-            return row * length + position
-        return row // inner * (length * inner) + row % inner + position * inner
-
-    def key(self, k: KernelBuilder, row: Expr, position: Expr) -> list[Var]:
-        """The key of an item, the lowest word first."""
-        index, x = self.index(row, position), k.inputs[0]
-        places = [index * 2, index * 2 + 1] if self.words == 2 else [index]
-        bits = [k.let(k.fresh("bits"), k.load(x, place).cast(self.word)) for place in places]
-        return [k.let(k.fresh("key"), word) for word in self._ordered(k, bits)]
-
-    def store(self, k: KernelBuilder, row: Expr, position: Expr, place: Expr) -> None:
-        """Store what is sorted to a position: the item of the row that was at a place, or that place."""
-        to, y = self.index(row, position), k.outputs[0]
-        if not self._values:
-            k.store(y, to, place)
-            return
-        source = self.index(row, place)
-        for word in range(self.words):
-            item = k.load(k.inputs[0], source * self.words + word)
-            k.store(y, to * self.words + word, k.let(k.fresh("bits"), item))
-
-    def _ordered(self, k: KernelBuilder, bits: Sequence[Expr]) -> Sequence[Expr]:
-        """The bits of an item as an unsigned integer in the order of the items' values."""
-        *low, high = bits
-        sign = Const(1 << self._bits - 1, Type(self.word))
-        ordered = bits
-        if self._kind == "i":
-            ordered = [*low, high ^ sign]
-        if self._kind == "f":
-            # NaNs are the largest; -0 equals 0; the order of negative numbers is that of their inverted bits.
-            zeros = [Const(0, Type(self.word)) for _ in low]
-            infinity = 0xFF << 24 if self.bytes == 4 else 0x7FF << self._bits - 11  # without its sign
-            is_nan = greater([*low, high << 1], [*zeros, Const(infinity, Type(self.word))])
-            is_negative = greater(bits, [*zeros, sign])
-            ordered = [
-                k.select(is_nan, self.largest, k.select(is_negative, ~word, positive))
-                for word, positive in zip(bits, [*low, high | sign], strict=True)
-            ]
-        return [word ^ self.largest for word in ordered] if self._descending else ordered
-
-
-def _insertion(rows: _Rows, capabilities: Capabilities) -> KernelSource:
+def _insertion(rows: SortedRows, capabilities: Capabilities) -> KernelSource:
     """A task for each row."""
     n, tasks = rows.length, Tasks(rows.count, capabilities)
     k = KernelBuilder("sort_short_rows", capabilities, [rows.result], [rows.dtype])
@@ -149,7 +74,7 @@ def _insertion(rows: _Rows, capabilities: Capabilities) -> KernelSource:
 class _Shares:
     """For a GPU: the rows of a workgroup, each padded at its end to 2^`bits` items, and their threads."""
 
-    def __init__(self, rows: _Rows, capabilities: Capabilities) -> None:
+    def __init__(self, rows: SortedRows, capabilities: Capabilities) -> None:
         self.bits = (rows.length - 1).bit_length()
         word_bits = 8 * rows.bytes // rows.words
         self.passes_of_word = -(-word_bits // (32 - self.bits))
@@ -169,7 +94,7 @@ class _Shares:
         return words * _WORD <= capabilities.local_bytes
 
 
-def _in_registers(rows: _Rows, shares: _Shares, capabilities: Capabilities) -> KernelSource:
+def _in_registers(rows: SortedRows, shares: _Shares, capabilities: Capabilities) -> KernelSource:
     """For a GPU: a workgroup sorts one or a few rows, in as many passes as its keys have digits.
 
     A pass sorts words of a digit and the item's place in the order before, so it is stable.
@@ -233,7 +158,7 @@ def _digit_by_digit(
             k.assign(place, k.load(order, start + (item & mask).cast("int32")))
 
 
-def _by_digits(rows: _Rows, capabilities: Capabilities) -> Lowering:
+def _by_digits(rows: SortedRows, capabilities: Capabilities) -> Lowering:
     """For a GPU: a radix sort of the pairs by each byte of the keys, the lowest first.
 
     The scratch buffers hold the pairs before and after a pass, which alternate, and how many keys of each
@@ -256,7 +181,7 @@ def _by_digits(rows: _Rows, capabilities: Capabilities) -> Lowering:
     return Lowering(tuple(launches), (pairs, pairs, 4 * rows.count * counts))
 
 
-def _loading(rows: _Rows, capabilities: Capabilities) -> KernelSource:
+def _loading(rows: SortedRows, capabilities: Capabilities) -> KernelSource:
     tasks = Tasks(rows.count * rows.length, capabilities)
     k = KernelBuilder("load_keys", capabilities, ["uint32"], [rows.dtype])
     with tasks.each(k) as task:
@@ -267,7 +192,7 @@ def _loading(rows: _Rows, capabilities: Capabilities) -> KernelSource:
     return k.source(tasks.grid, tasks.group)
 
 
-def _storing(rows: _Rows, capabilities: Capabilities) -> KernelSource:
+def _storing(rows: SortedRows, capabilities: Capabilities) -> KernelSource:
     tasks = Tasks(rows.count * rows.length, capabilities)
     k = KernelBuilder("store_sorted", capabilities, [rows.result], [rows.dtype, "uint32"])
     with tasks.each(k) as task:
@@ -279,7 +204,7 @@ def _storing(rows: _Rows, capabilities: Capabilities) -> KernelSource:
 class _Block:
     """A workgroup's block of a row: its pairs, their digits, and its item of the counts."""
 
-    def __init__(self, k: KernelBuilder, rows: _Rows, blocks: int, pairs: Memory) -> None:
+    def __init__(self, k: KernelBuilder, rows: SortedRows, blocks: int, pairs: Memory) -> None:
         self._k, self._rows, self._counts = k, rows, _DIGITS * blocks
         (shift,) = k.scalars
         block, self.row = k.let("block", k.group() % blocks), k.let("row", k.group() // blocks)
@@ -299,7 +224,7 @@ class _Block:
         return self._k.load(self._digits, i).cast("int32").eq(self._k.thread)
 
 
-def _counting(rows: _Rows, blocks: int, capabilities: Capabilities) -> KernelSource:
+def _counting(rows: SortedRows, blocks: int, capabilities: Capabilities) -> KernelSource:
     k = KernelBuilder("count_digits", capabilities, ["int32"], ["uint32"], ["int32"])
     block = _Block(k, rows, blocks, k.inputs[0])
     count = k.variable("count", 0)
@@ -309,7 +234,7 @@ def _counting(rows: _Rows, blocks: int, capabilities: Capabilities) -> KernelSou
     return k.source((rows.count * blocks,), (_DIGITS,))
 
 
-def _placing(rows: _Rows, blocks: int, capabilities: Capabilities) -> KernelSource:
+def _placing(rows: SortedRows, blocks: int, capabilities: Capabilities) -> KernelSource:
     k = KernelBuilder("place_by_digit", capabilities, ["uint32"], ["uint32", "int32"], ["int32"])
     pairs, sums = k.inputs
     block = _Block(k, rows, blocks, pairs)
@@ -322,79 +247,3 @@ def _placing(rows: _Rows, blocks: int, capabilities: Capabilities) -> KernelSour
             k.store(k.outputs[0], place * rows.pair + word, value)
         k.assign(place, place + 1)
     return k.source((rows.count * blocks,), (_DIGITS,))
-
-
-def _row_by_row(rows: _Rows, slots: int, capabilities: Capabilities) -> KernelSource:
-    """For a CPU: a radix sort of row after row, in the thread's slot of the scratch buffer.
-
-    A pair is an integer of 64 bits, with the index in the upper half and the key in the lower half. A key of
-    64 bits is followed by the index.
-    """
-    n, each, size = rows.length, -(-rows.count // slots), rows.length * rows.pair
-    k = KernelBuilder("sort_rows", capabilities, [rows.result, "uint64"], [rows.dtype])
-    _, memory = k.outputs
-    begin = k.let("begin", k.group() * each)
-    end = k.let("end", k.call("minimum", begin + each, rows.count))
-    pairs = k.pointer("pairs", memory, k.group().cast("int64") * (2 * size))
-    with k.loop("row", begin, end) as row:
-        counts = k.registers("counts", "int32", rows.bytes * _DIGITS)
-        with k.loop("i", 0, rows.bytes * _DIGITS) as i:
-            k.store(counts, i, 0)
-        with k.loop("i", 0, n) as i:
-            (key,) = rows.key(k, row, i)
-            words = _packed(rows, key, i)
-            for word, value in enumerate(words):
-                k.store(pairs, i * rows.pair + word, value)
-            for byte in range(rows.bytes):
-                counter = k.let(f"counter_{byte}", byte * _DIGITS + _digit(key, 8 * byte))
-                k.store(counts, counter, k.load(counts, counter) + 1)
-        # The pairs change sides with every digit. The offset of a side may exceed an int32.
-        source = k.variable("source", 0, "int64")
-        with k.loop("digit", 0, rows.bytes) as digit:
-            _pass(k, rows, pairs, counts, source, digit)
-        with k.loop("i", 0, n) as i:
-            last = k.load(pairs, Binary("+", source, i * rows.pair + (rows.pair - 1)))
-            place = last if rows.pair == 2 else Binary(">>", last, Const(32))
-            rows.store(k, row, i, k.let("place", place.cast("int32")))
-    return k.source((-(-rows.count // each),), (1,))
-
-
-def _packed(rows: _Rows, key: Expr, position: Expr) -> list[Expr]:
-    """A pair as integers of 64 bits."""
-    index = position.cast("uint64")
-    return [key, index] if rows.pair == 2 else [index << 32 | key.cast("uint64")]
-
-
-def _digit(word: Expr, shift: Operand) -> Expr:
-    """A byte of a word, by the position of its lowest bit."""
-    by = shift if isinstance(shift, Expr) else Const(shift)
-    return (Binary(">>", word, by) & (_DIGITS - 1)).cast("int32")
-
-
-def _pass(k: KernelBuilder, rows: _Rows, pairs: Memory, counts: Memory, source: Var, digit: Expr) -> None:
-    """Sort the pairs of a row by a digit, unless all have the same digit."""
-    n, size = rows.length, rows.length * rows.pair
-    first, shift = k.let("first", digit * _DIGITS), k.let("shift", digit * 8)
-
-    def counter(word: Expr) -> Expr:
-        return first + _digit(word, shift)
-
-    with k.when(k.load(counts, counter(k.load(pairs, source))).ne(n)):
-        total = k.variable("total", 0)
-        with k.loop("i", first, first + _DIGITS) as i:
-            count = k.let("count", k.load(counts, i))
-            k.store(counts, i, total)
-            k.assign(total, total + count)
-        target = k.let("target", size - source)
-        with k.loop("i", 0, n) as i:
-            at = k.let("at", Binary("+", source, i * rows.pair))
-            words = [
-                k.let(f"word_{word}", k.load(pairs, Binary("+", at, Const(word))))
-                for word in range(rows.pair)
-            ]
-            own = k.let("own", counter(words[0]))
-            place = k.let("place", k.load(counts, own))
-            k.store(counts, own, place + 1)
-            for word, value in enumerate(words):
-                k.store(pairs, Binary("+", target, place * rows.pair + word), value)
-        k.assign(source, target)
