@@ -273,7 +273,7 @@ def test_the_first_of_equal_ones_and_the_first_nan_win(bench: Bench, variant: st
             check(bench, variant, make(at(np.ascontiguousarray(array)), axis))
 
 
-@pytest.mark.slow("webgpu", "(5, 300)", "(1, 700)")
+@pytest.mark.slow("webgpu", "(5, 300)", "(1, 700)", "(3, 100)")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     ("dtype", "shape", "axis", "descending"),
