@@ -273,7 +273,7 @@ def test_the_first_of_equal_ones_and_the_first_nan_win(bench: Bench, variant: st
             check(bench, variant, make(at(np.ascontiguousarray(array)), axis))
 
 
-@pytest.mark.slow("webgpu")
+@pytest.mark.slow("webgpu", "(5, 300)", "(1, 700)", "(3, 100)")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     ("dtype", "shape", "axis", "descending"),
@@ -285,7 +285,7 @@ def test_the_first_of_equal_ones_and_the_first_nan_win(bench: Bench, variant: st
         ("float32", (1, 9000), 1, False),
         ("float64", (3, 100), 1, False),
         ("int32", (2, 5000, 2), 1, True),
-        ("int64", (1, 2500), 1, False),
+        ("int64", (1, 700), 1, False),
         ("int8", (2, 4500), 1, True),
         ("bool", (3, 70), 1, True),
         ("bool", (1,), 0, False),
@@ -385,12 +385,11 @@ def test_rows_that_are_replaced(
     check(bench, variant, node)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
 @given(data=st.data())
 @few
-def test_sorting_many_rows(bench: Bench, variant: str, data: st.DataObject) -> None:
+def test_sorting_many_rows_on_a_cpu(bench: Bench, data: st.DataObject) -> None:
     # Few shapes, because each has kernels of its own.
-    rows, length = data.draw(st.sampled_from([(8, 64), (21, 70), (40, 1030)]))
+    rows, length = data.draw(st.sampled_from([(8, 64), (21, 140)]))
     dtype = data.draw(st.sampled_from(["float32", "int32", "uint32"]))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     array = rng.integers(0, 1 << 32, (rows, length), np.uint32).view(dtype)
@@ -399,7 +398,7 @@ def test_sorting_many_rows(bench: Bench, variant: str, data: st.DataObject) -> N
         if data.draw(st.booleans()):  # in some rows
             array[rng.integers(0, rows), :3] = -0.0, 0.0, NAN
     node = reducing.sort(at(array), 1, data.draw(st.booleans()))
-    result = bench.run(node, variant)
+    result = bench.run(node, "cpu")
     np.testing.assert_array_equal(result.view(np.uint32), meaning(node).view(np.uint32))
 
 

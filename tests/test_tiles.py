@@ -177,7 +177,7 @@ def test_tiles_fit_into_the_memory_of_a_workgroup(dtype: type) -> None:
 
 
 @given(st.data())
-@settings(max_examples=examples(12, 4), deadline=None)
+@settings(max_examples=examples(4, 2), deadline=None)
 def test_large_tiles_and_items_that_are_no_neighbours(device: Device, data: st.DataObject) -> None:
     rows, columns = (data.draw(st.integers(256, 330)) for _ in range(2))
     dtype = data.draw(st.sampled_from((np.float32, np.float16, np.uint8, np.int64)))
