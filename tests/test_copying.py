@@ -103,7 +103,7 @@ def test_a_copy_costs_what_its_window_is_too_short_for() -> None:
     busy = Traffic([Window(0, 1, 8.0), Window(1, 3, 20.0)], until)
     assert busy.wait(Window(0, 1, 5.0)) == 3
     assert busy.wait(Window(1, 2, 5.0)) == 5  # the link is busy until the end
-    assert busy.wait(Window(0, 3, 2.0)) == pytest.approx(2 * BESIDE)  # two seconds are left
+    assert busy.wait(Window(0, 3, 2.0)) == pytest.approx(2 / 64)  # two seconds are left
 
 
 # Budgets

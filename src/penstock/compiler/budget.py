@@ -36,7 +36,9 @@ from penstock.plan.recomputing import sequels
 from penstock.plan.sequences import HOLD, OUT, Link, Run, Sequel, Task
 
 _SURE = 0.95  # of what is estimated to be live: no plan takes less
-_AMPLE = 1 / 20  # of a budget: if so much of it is left, a search has gone on for long enough
+# Of a budget: if so much of it is left, a search has gone on for long enough. More than gaps between packed
+# values take, so that no sequence is found below the smallest budget of a search to the end.
+_AMPLE = 1 / 8
 _SHOWN = 4  # of the largest values, in a message
 _MARGIN = 1.3  # of a copy: that it also waits for memory which others leave is not known before the plan
 _LEVELS = 8  # of memory, between what is needed without a budget and the least

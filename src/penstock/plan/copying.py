@@ -18,6 +18,10 @@ from penstock.drivers.rates import BESIDE
 from penstock.plan.sequences import OUT, Link, Task
 from penstock.plan.unfolding import Unfolded
 
+_HIDDEN = (
+    1 / 64
+)  # of the time of a copy: the least price of a choice. What it slows is counted with the whole.
+
 
 def elapsed(unfolded: Unfolded, tasks: Sequence[Task], nbytes: Sequence[int], link: Link) -> float:
     """How long a sequence takes in the memory of its peak."""
@@ -83,7 +87,7 @@ class Traffic:
         self._waits: dict[Window, float] = {}  # by window: moments of a parameter have the same
 
     def wait(self, window: Window) -> float:
-        """About how long kernels would wait for another copy; beside it, they are a little slower."""
+        """About how long kernels would wait for another copy; at least a little, so that none is free."""
         if window not in self._waits:
             self._waits[window] = self._waited(window)
         return self._waits[window]
@@ -97,7 +101,7 @@ class Traffic:
             self._time(window.first, window.last) - float(self._takes[inside].sum()),
             self._time(first, last) - float(self._takes[beside].sum()),
         )
-        return max(window.takes - max(free, 0.0), BESIDE * window.takes)
+        return max(window.takes - max(free, 0.0), _HIDDEN * window.takes)
 
     def _time(self, first: int, last: int) -> float:
         return float(self._until[last] - self._until[first])
