@@ -18,9 +18,8 @@ from penstock.drivers.rates import BESIDE
 from penstock.plan.sequences import OUT, Link, Task
 from penstock.plan.unfolding import Unfolded
 
-_HIDDEN = (
-    1 / 64
-)  # of the time of a copy: the least price of a choice. What it slows is counted with the whole.
+# Of the time of a copy: the least price of a choice. What it slows is counted with the whole.
+_HIDDEN = 1 / 64
 
 
 def elapsed(unfolded: Unfolded, tasks: Sequence[Task], nbytes: Sequence[int], link: Link) -> float:
