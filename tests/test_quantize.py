@@ -190,8 +190,9 @@ def test_weights_are_rounded_to_steps(
     assert (error <= np.abs(steps) * 0.501 + of_extreme)[inner].all()
     for row in range(outputs):
         for start in range(0, inputs, group):
-            at = start + int(np.abs(exact[row, start : start + group]).argmax())
-            assert error[row, at] <= of_extreme[row, at], "the largest of a group is kept"
+            sizes = np.abs(exact[row, start : start + group])
+            ends = start + np.flatnonzero(sizes == sizes.max())  # with both signs, only one of them
+            assert (error[row, ends] <= of_extreme[row, ends]).any(), "the largest of a group is kept"
 
 
 def test_a_product_reads_packed_bytes_and_stores_no_weight() -> None:

@@ -340,7 +340,7 @@ class Emitter:
         self._values, self._conditions = before
 
     def _pad(self, node: Node, coords: Coords) -> Value:
-        source, inside, depth = node.inputs[0], [], 0
+        source, inside = node.inputs[0], []
         conditions: list[tuple[ir.Expr, int]] = []
         masks: list[tuple[ir.Expr, int]] = []  # of lanes
         for index, (start, count, step) in zip(coords, node.attributes["slices"], strict=True):
@@ -358,7 +358,6 @@ class Emitter:
                 own_depth = max(own_depth, self.index(moved)[1])
                 conditions.append((on, own_depth))
             conditions.append((condition, own_depth))
-            depth = max(depth, own_depth)
             inside.append(moved if step > 0 else moved * -1 + Index((), count - 1))
         if any(condition == ir.FALSE for condition, _ in conditions):
             return self.let(ir.Broadcast(ir.Type(computed_dtype(node)), ir.Const(0)), 0)
@@ -370,7 +369,7 @@ class Emitter:
         zero = self.let(ir.Broadcast(value.type, ir.Const(0)), 0)
         for mask, own_depth in masks:
             value = self._select(mask, own_depth, value, zero)
-        return self._select(ir.all_of(real), depth, value, zero) if real else value
+        return self._select(ir.all_of(real), max(d for _, d in conditions), value, zero) if real else value
 
     def _digits(self, index: Index, step: int) -> tuple[Index, Index] | None:
         """An index divided by a step: quotient and remainder, where variables tell them on a CPU."""
