@@ -39,7 +39,6 @@ from penstock.profiling.records import OTHER
 
 sys.path += [str(Path(__file__).parent.parent / name) for name in ("benchmarks", "examples")]
 import classifier
-import gpt
 import sine
 import xor
 
@@ -174,14 +173,13 @@ def transformer(device: Device) -> None:
 
 
 @pytest.mark.alone
-@pytest.mark.slow("main0", "main1", "main2")
+@pytest.mark.slow("main0", "main1")
 @pytest.mark.parametrize(
     "program",
     [
         network,
         pytest.param(transformer, marks=pytest.mark.slow),
         classifier.main,
-        gpt.main,
         sine.main,
         xor.main,
     ],

@@ -273,22 +273,31 @@ def test_the_first_of_equal_ones_and_the_first_nan_win(bench: Bench, variant: st
             check(bench, variant, make(at(np.ascontiguousarray(array)), axis))
 
 
-@pytest.mark.slow("webgpu", "(5, 300)", "(1, 700)", "(3, 100)")
+# What a GPU sorts in registers takes other compilers than CUDA's many seconds.
+LONG_ROWS: list[Any] = [
+    ("float32", (4, 4096), 1, False),
+    ("float32", (5, 300), 1, True),
+    ("int64", (2, 1500), 1, False),
+] * bool(CUDA_KINDS)
+
+
+@pytest.mark.slow("webgpu", "(1, 60)", "(3, 40)")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     ("dtype", "shape", "axis", "descending"),
     [
         ("float32", (9, 10), 1, False),
         ("float32", (9, 10), 1, True),
-        ("float32", (5, 300), 1, False),
-        ("float32", (3, 100, 2), 1, True),
+        ("float32", (5, 40), 1, False),
+        ("float32", (3, 40, 2), 1, True),
         ("float32", (1, 9000), 1, False),
-        ("float64", (3, 100), 1, False),
+        ("float64", (3, 40), 1, False),
         ("int32", (2, 5000, 2), 1, True),
-        ("int64", (1, 700), 1, False),
+        ("int64", (1, 60), 1, False),
         ("int8", (2, 4500), 1, True),
-        ("bool", (3, 70), 1, True),
+        ("bool", (3, 40), 1, True),
         ("bool", (1,), 0, False),
+        *LONG_ROWS,
     ],
 )
 def test_sorting(
