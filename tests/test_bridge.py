@@ -98,8 +98,8 @@ def test_single_operations_give_the_bits_of_a_fused_program(
     assert actual.tobytes() == expected.tobytes()
 
 
-@pytest.mark.slow("2004", "2008")
-@pytest.mark.parametrize("first", [2000, 2004, 2008])
+@pytest.mark.slow("2004")
+@pytest.mark.parametrize("first", [2000, 2004])
 def test_so_do_those_of_random_graphs(device: Device, first: int) -> None:
     checked = 0
     for seed in range(first, first + 4):

@@ -168,7 +168,7 @@ def test_a_killed_run_is_resumed_to_the_same_bits(tmp_path: Path) -> None:
 
     assert begin("through", "--config", "c.toml", "--out", "through").wait() == 0
     process = begin("killed", "--config", "c.toml", "--out", "killed")
-    for moment in (4, 12, 20):
+    for moment in (4, 12):
         folder = tmp_path / "killed"
         while not list(folder.glob(f"checkpoints/step-{moment:08}.safetensors")):
             assert process.poll() is None
