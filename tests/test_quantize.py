@@ -23,9 +23,10 @@ from penstock import Device, nn
 from penstock.compiler.passes import fused
 from penstock.drivers.opencl import OpenCLDriver
 from penstock.errors import CheckpointError
-from penstock.graph.dtypes import checked
+from penstock.graph.dtypes import checked, float64
 from penstock.graph.node import placeholder
-from penstock.graph.quantization import packed_matmul
+from penstock.graph.quantization import computes_row, packed_matmul
+from penstock.graph.shaping import pad
 from penstock.kernels.lower import write
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
 from penstock.tensor import core
@@ -408,3 +409,9 @@ def test_the_perplexity_of_a_trained_model_changes_little() -> None:
     for dtype, most in (("int8", 0.01), ("int4", 0.25)):
         result = ps.models.evaluate(ps.quantize(copy.deepcopy(model), dtype), text, context=32)
         assert math.log(result.perplexity / exact.perplexity) < most, dtype
+
+
+def test_only_packed_products_compute_their_row() -> None:
+    """Anything may read a vector: here a border, which has a single input."""
+    vector = placeholder((4,), float64)
+    assert not computes_row(pad(vector, ((2, 4, 1),), (8,)), ps.devices()[0].capabilities)

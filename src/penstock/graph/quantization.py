@@ -109,9 +109,9 @@ def on_tensor_cores(node: Node, capabilities: Capabilities) -> bool:
 
 def computes_row(node: Node, capabilities: Capabilities) -> bool:
     """Whether the kernel of a product may compute the row that it multiplies, in every workgroup."""
-    x, words, *_ = node.inputs
     if node.primitive is not PACKED_MATMUL or not on_tensor_cores(node, capabilities):
         return False
+    x, words, *_ = node.inputs
     few = words.shape[0] <= _MOST_FEATURES * capabilities.compute_units
     return few and x.shape[0] == 1 and x.shape[1] <= _MOST_INPUTS
 
