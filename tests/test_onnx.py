@@ -76,18 +76,13 @@ def check_nodes(cases: list[Any], device: Device) -> None:
 KINDS = ["host", "opencl-svm" if "opencl-svm" in DRIVERS else "opencl-mapped"]
 
 
-PARTS = [pytest.param(KINDS[1], 2, marks=pytest.mark.slow)]
-
-
 @pytest.mark.slow("webgpu")
-@pytest.mark.parametrize(
-    ("kind", "part"), [(KINDS[0], 0), (KINDS[1], 0), *PARTS, *((kind, 0) for kind in WEBGPU_KINDS)]
-)
-def test_node_tests_pass_or_are_refused(kind: str, part: int) -> None:
-    """In the whole suite all of them on the host, and half of them on OpenCL, there in two parts."""
+@pytest.mark.parametrize("kind", [*KINDS, *WEBGPU_KINDS])
+def test_node_tests_pass_or_are_refused(kind: str) -> None:
+    """In the whole suite all of them on the host, and a quarter of them on OpenCL."""
     device = Device.over(DRIVERS[kind](), SMALL)
     steps = {"host": examples(1, quick=10), KINDS[1]: examples(4, quick=40)}
-    check_nodes(node_tests()[part :: steps.get(kind, 20)], device)
+    check_nodes(node_tests()[:: steps.get(kind, 20)], device)
     device.close()
 
 
