@@ -29,8 +29,8 @@ _FEW_CHANNELS = 16  # of a group; with fewer, tiles of tensor cores are mostly e
 # Bytes of a pixel's channels up to which tiles are faster than written windows and a library. Writing and
 # reading windows takes as long for any number of outputs, and the library multiplies faster than tiles do.
 # On an H200, windows of 3 x 3 of 64, 128, 256 and 512 channels in bfloat16, with as many products each, take
-# 541, 280, 167 and 135 us on the other road, and by tiles 245 us with 64 channels; at 256 both are about
-# equal. The gradient by a weight of 64 channels takes 543 us there, and 291 us by tiles.
+# 541, 280, 167 and 135 us on the other road. Tiles take 244 us with 64 channels; with 128, other sizes of
+# tiles took 168 to 217 us. The gradient by a weight of 64 channels takes 543 us there, and 294 us by tiles.
 _MOST_BYTES = 256
 _MOST_TAPS = 64  # items of a window; a thread has a bit for each that says whether it is in the image
 _MOST_AXES = 3  # of an image

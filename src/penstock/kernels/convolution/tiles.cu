@@ -50,6 +50,16 @@ template <class T> DEVICE void round_factors(uint (&words)[4]) {
     for (int e = 0; e < 4; e++) words[e] = T::factor(words[e]);
 }
 
+// Add the products of M tiles with N tiles, of which two are in the words of `b` together.
+template <class T, int M, int N>
+DEVICE void add_products(float (&sums)[M][N][4], const uint (&a)[M][4], const uint (&b)[N / 2][4]) {
+#pragma unroll
+    for (int i = 0; i < M; i++)
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            T::multiply(sums[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+}
+
 // Where 16 bytes of a row of ROW bytes are: swizzled so that 8 rows are in all banks.
 template <int ROW> DEVICE uint place_of(int row, int unit) {
     return row * ROW + (ROW == 64 ? ((unit ^ (row >> 1)) & 3) << 4 : ((unit ^ row) & 7) << 4);
@@ -226,11 +236,7 @@ DEVICE void convolution_tiles(void *out, const void *x, const void *weight) {
                 load_tiles(b[j], right + place_of<ROW>(row, part + lane / 8 % 2));
                 round_factors<T>(b[j]);
             }
-#pragma unroll
-            for (int i = 0; i < M; i++)
-#pragma unroll
-                for (int j = 0; j < N; j++)
-                    T::multiply(sums[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+            add_products<T>(sums, a, b);
         }
     }
 
@@ -407,11 +413,7 @@ DEVICE void convolution_weight_tiles(float *sums_out, const void *x, const void 
                 }
                 round_factors<T>(b[j]);
             }
-#pragma unroll
-            for (int i = 0; i < M; i++)
-#pragma unroll
-                for (int j = 0; j < N; j++)
-                    T::multiply(sums[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+            add_products<T>(sums, a, b);
         }
     }
 #pragma unroll
