@@ -62,8 +62,8 @@ def realize(
 ) -> None:
     """Compute the nodes that have no value yet, and keep the results on the device.
 
-    `repeated`: the same will be computed many times, so that kernels pay however small it is. `replaced`: what
-    some of the results may be written over; Ctrl-C then waits until all of them are there.
+    `repeated`: the same will be computed many times, so that kernels pay however small it is. `replaced`:
+    what results may be written over; Ctrl-C then waits until all of them are there.
     """
     with device.running:  # another thread may be about to compute the same
         if device.updated:
