@@ -19,9 +19,10 @@ from penstock.compiler.schedule import Schedule
 from penstock.compiler.target import Budget, Target
 from penstock.errors import OutOfDeviceMemory
 from penstock.execution.ahead import Ahead
-from penstock.execution.executable import Executable, RunProgram, kernel_sources
+from penstock.execution.executable import Executable, kernel_sources
 from penstock.execution.host_program import HostProgram
 from penstock.execution.hosting import Residents, State
+from penstock.execution.launched import RunProgram
 from penstock.execution.memory_plan import MemoryPlan
 from penstock.execution.structure import MIN_ITEMS, Structure
 from penstock.graph.dtypes import HALF_PRECISION
@@ -74,7 +75,8 @@ class ExecutableCache:
         self._schedules = LRU[Hashable, Schedule](_MAX_BRIDGES)  # of programs whose kernels are compiled
         self._host_programs = LRU[Hashable, HostProgram](_MAX_HOST_PROGRAMS)
         self._sliced = LRU[Hashable, int](_MAX_HOST_PROGRAMS)  # how often `slices_first` saw an expression
-        self.singles = LRU[Hashable, RunProgram](_MAX_PROGRAMS)  # what runs small expressions
+        # What runs small expressions. It drops the oldest: to note each use would slow all of them down.
+        self.singles = LRU[Hashable, RunProgram](_MAX_PROGRAMS)
         self.build_seconds = 0.0  # in all
         self._last_built = perf_counter()
         self._ahead: Ahead | None = None

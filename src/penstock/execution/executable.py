@@ -6,9 +6,9 @@ memory alive: it knows the buffers of the previous run only by the serial number
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from time import perf_counter
 from typing import Any
 
@@ -25,7 +25,7 @@ from penstock.compiler.launches import (
 from penstock.compiler.schedule import Copy, Location, Schedule, Step
 from penstock.drivers.driver import Kernel
 from penstock.execution.hosting import on_device
-from penstock.execution.launched import DirectLaunch, RepeatedRun, ends
+from penstock.execution.launched import DirectLaunch, RepeatedRun, RunProgram, direct_run, ends
 from penstock.execution.run_buffers import RunBuffers
 from penstock.graph.collectives import launcher, moves_on_device, result_bytes, started
 from penstock.graph.node import Array, Node
@@ -42,9 +42,6 @@ from penstock.stream.program import Program as Launches
 from penstock.stream.queue import BufferSizes, Uses
 from penstock.stream.stream import Stream
 
-_native = attrgetter("native")
-# A run of a program, from buffers of its inputs and its constants.
-RunProgram = Callable[[Sequence[Buffer], Sequence[Any]], list[Buffer]]
 _MAX_ARRANGEMENTS = 4  # for which kernels are fused; in others, every buffer is an argument of its own
 
 
@@ -91,13 +88,11 @@ class Executable:
             self._segments[()] = self._bound(())
         self._layers = device.layers()
         self._arena_bytes = schedule.arena_bytes
-        self._output_bytes = [schedule.buffers[output].nbytes for output in schedule.outputs]
         # All launches, if they are a single sequence in which each buffer is its own argument.
         parts = self._segments.get((), [])
         self._only = parts[0] if len(parts) == 1 and isinstance(parts[0], _Segment) else None
         self._has_arenas = self._only is not None and self._only.touches(schedule.arenas)
-        self._direct = None if self._only is None else self._only.direct(schedule)
-        self._results = schedule.results
+        self._direct = self._direct_run()
         self._shared = [
             buffer for buffer, shared in zip(schedule.results, schedule.shared, strict=True) if shared
         ]
@@ -112,6 +107,14 @@ class Executable:
         """The number of launches in a run, after fusion and concatenation; 0 before the first run."""
         return sum(segment.launches for segment in self._current if isinstance(segment, _Segment))
 
+    def _direct_run(self) -> RunProgram | None:
+        """What runs it, if it is a single launch without temporaries and with one output."""
+        schedule, segment = self.schedule, self._only
+        if segment is None or self._has_arenas or set(schedule.results) != set(schedule.outputs):
+            return None
+        launch = segment.direct(schedule) if len(schedule.outputs) == 1 else None
+        return None if launch is None else direct_run(launch, schedule, self.device)
+
     def may_overwrite(self, output: int, given: int) -> bool:
         """Whether a wanted value can be written over an input, which is read for the last time before."""
         buffer = self.schedule.results[output]
@@ -124,11 +127,12 @@ class Executable:
 
         `aliases` names wanted values that are written over inputs. Some, `schedule.hosted`, lie at the host.
         """
-        if self._layers.hosts_state:
-            inputs = on_device(inputs, self.schedule.hosted, self.device)
         if self._direct is not None and aliases is None:
             with self.device.running:
-                return self._run_direct(inputs, numbers)
+                self.wrote = False  # nor will it be: nothing is written but new buffers
+                return self.runner(inputs, numbers)
+        if self._layers.hosts_state:
+            inputs = on_device(inputs, self.schedule.hosted, self.device)
         if self._only is not None and aliases is None:
             return self._run_only(self._only, inputs, numbers)
         with self.device.running:
@@ -213,31 +217,10 @@ class Executable:
     @property
     def runner(self) -> RunProgram:
         """What runs it without aliases while `device.running` is held, with little before a launch."""
-        return self.run if self._direct is None else self._run_direct
-
-    def _run_direct(self, inputs: Sequence[Buffer], numbers: Sequence[Any]) -> list[Buffer]:
-        """The same for a single launch, which gets all of its arguments: there is nothing to compare."""
-        device, launch = self.device, self._direct
-        assert launch is not None
-        if self._layers.hosts_state:
-            inputs = on_device(inputs, self.schedule.hosted, device)
-        self.wrote = False  # nor will it be: nothing is written but new buffers
-        if self._has_arenas:
-            arena, *more_arenas = self._arenas()
-            buffers: list[Any] = [arena, *inputs, *map(device.empty, self._output_bytes), *more_arenas]
-        else:
-            buffers = [None, *inputs]
-            for nbytes in self._output_bytes:
-                buffers.append(device.empty(nbytes))
-        touched = launch.touched(buffers)
-        native = [*map(_native, touched), *launch.scalars]
-        for constant in launch.constants:
-            native.append(numbers[constant])
-        self._stream.launch_native(launch.command, native, touched)
+        if self._direct is None:
+            return self.run
         self._current = self._segments[()]
-        for at in self._shared:
-            buffers[at].shared = True
-        return [buffers[at] for at in self._results]
+        return self._direct
 
     def _run_segments(
         self, buffers: Sequence[Buffer], numbers: Sequence[Any], moved: list[int] | None, regrouped: bool

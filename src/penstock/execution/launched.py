@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeAlias
 
-from penstock.compiler.schedule import Copy
+from penstock.compiler.schedule import Copy, Schedule
+from penstock.errors import OutOfDeviceMemory
+from penstock.execution.hosting import on_device
 from penstock.kernels.source import ALIGNMENT
 from penstock.memory.buffer import Buffer
+from penstock.runtime import Device
 from penstock.stream.program import CopyEnds, Program
 from penstock.stream.queue import Uses
 from penstock.stream.recorder import Launch
+
+_native = attrgetter("native")
+# A run of a program, from buffers of its inputs and its constants.
+RunProgram: TypeAlias = Callable[[Sequence[Buffer], Sequence[Any]], list[Buffer]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +27,39 @@ class DirectLaunch:
     """A launch that gets all arguments at each run: the sources of the arguments in order."""
 
     command: Launch
-    touched: Callable[[Sequence[Buffer]], Sequence[Buffer]]  # the buffers that it takes, of those of a run
+    touched: Callable[[Sequence[Any]], Sequence[Buffer]]  # the buffers that it takes, of those of a run
     scalars: list[int]
     constants: Sequence[int]
+
+
+def direct_run(launch: DirectLaunch, schedule: Schedule, device: Device) -> RunProgram:
+    """What runs a program that is a single launch with one output, while `device.running` is held.
+
+    All arguments are set each time: there is nothing to compare, and little between a call and its launch.
+    """
+    layers, record = device.layers(), device.stream.launcher(launch.command)
+    driver, touched, scalars, constants = layers.driver, launch.touched, launch.scalars, launch.constants
+    (output,) = schedule.outputs
+    nbytes, is_shared = schedule.buffers[output].nbytes, any(schedule.shared)
+    values = len(schedule.results)  # several of them may be one
+
+    def run(inputs: Sequence[Buffer], numbers: Sequence[Any]) -> list[Buffer]:
+        if layers.hosts_state:
+            inputs = on_device(inputs, schedule.hosted, device)
+        try:
+            result = Buffer(driver, nbytes, layers.source)
+        except OutOfDeviceMemory:
+            result = device.empty(nbytes)  # which makes room
+        taken = touched((None, *inputs, result))
+        native = [*map(_native, taken), *scalars]
+        if constants:
+            native += [numbers[constant] for constant in constants]
+        record(native, taken)
+        if is_shared:
+            result.shared = True
+        return [result] * values
+
+    return run
 
 
 class RepeatedRun(NamedTuple):

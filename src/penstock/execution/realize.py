@@ -80,7 +80,7 @@ def realize(
             alone = single(node) if device.runs_programs else None
             if alone is not None:
                 key, inputs, _, constants = alone
-                run = (device.executables or executables(device)).singles.use(key)
+                run = (device.executables or executables(device)).singles.get(key)
                 if run is not None:
                     try:
                         (value,) = run(inputs, constant_values(tuple(constants)) if constants else ())

@@ -23,10 +23,9 @@ Single: TypeAlias = tuple[Hashable, list[Buffer], Sequence[Node], Collection[Con
 
 def single(node: Node) -> Single | None:
     """A pending node that is a few operations on values and numbers; None if it is anything else."""
-    if node.primitive is CALL:
-        called = _called(node)
-        if called is not None:
-            return called
+    alone = _called(node) if node.primitive is CALL else _operation(node)
+    if alone is not None:
+        return alone
     if node.depth > _MOST_DEPTH or node.primitive.is_identity:
         return None
     key: list[Any] = []
@@ -45,6 +44,27 @@ def _called(node: Node) -> Single | None:
     if subgraph.only is None or None in values or (len(parents) > 1 and len({*parents}) < len(parents)):
         return None
     return subgraph, values, parents, subgraph.constants
+
+
+def _operation(node: Node) -> Single | None:
+    """The same for an operation on a computed value, and perhaps another or a number."""
+    primitive, parents = node.primitive, node.inputs
+    if not 0 < len(parents) < 3 or primitive.is_identity or primitive.constants:
+        return None
+    x, y = parents[0], parents[-1]
+    if x.value is None:
+        return None
+    operation = (primitive, *node.attributes.values()) if node.attributes else primitive
+    if len(parents) == 1:
+        return (operation, x.shape, x.dtype.name), [x.value], parents, ()
+    if x is y:
+        return (operation, x.shape, x.dtype.name, "twice"), [x.value], (x,), ()
+    if y.value is not None:
+        return (operation, x.shape, x.dtype.name, y.shape, y.dtype.name), [x.value, y.value], parents, ()
+    if y.primitive is not FULL:
+        return None
+    number = constant_key(y, "number")
+    return (operation, x.shape, x.dtype.name, FULL, y.dtype.name), [x.value], (x,), (number,)
 
 
 def is_all_of(single: Single, structure: Structure) -> bool:

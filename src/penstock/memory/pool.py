@@ -282,8 +282,10 @@ class BufferPool:
     def _usable(self, memory: Memory, unused: bool) -> bool:
         """Whether memory can be handed out without a wait for its last use."""
         usage = memory.usage
-        if usage is None or usage.event is None or (not unused and usage.in_order):
+        if usage is None or usage.event is None:
             return True
+        if not unused and usage.batch is not None and usage.batch.queue.runs_kernels:
+            return True  # the next kernel follows its last use, as kernels share a queue
         if not self._is_done(usage.event):
             return False
         usage.forget()

@@ -65,27 +65,31 @@ class Stream:
         native, buffers, sizes = split(kernel, args)
         if 0 in grid:
             return  # some drivers refuse an empty grid
-        self.launch_native((kernel, grid, group, sizes), native, buffers)
+        self.launcher((kernel, grid, group, sizes))(native, buffers)
 
-    def launch_native(self, command: Launch, native: Sequence[Any], buffers: Sequence[Buffer]) -> None:
-        """Record a launch with native arguments; `buffers`: all that it touches."""
+    def launcher(self, command: Launch) -> Callable[[Sequence[Any], Sequence[Buffer]], None]:
+        """What records a launch, any number of times, with native arguments and all buffers among them."""
         kernel, grid, group, _ = command
-        queue = self.compute
-        with self.lock:  # not acquire() and try: an interrupt between these would leave it locked
-            if self.unavailable:
-                self.check_available()
-            waits = queue.dependencies(buffers)
-            try:
+        driver, queue, native_queue = self._driver, self.compute, self.compute.native
+
+        def record(native: Sequence[Any], buffers: Sequence[Buffer]) -> None:
+            with self.lock:  # not acquire() and try: an interrupt between these would leave it locked
+                if self.unavailable:
+                    self.check_available()
+                waits = queue.dependencies(buffers)
                 try:
-                    event = self._driver.launch(queue.native, kernel, grid, group, native, waits)
-                except DeviceError as error:
-                    raise DeviceError(error.reason, describe(command)) from None
-                queue.record(event, command, buffers)
-            except DeviceError:
-                raise
-            except BaseException:
-                self.interrupted(queue)
-                raise
+                    try:
+                        event = driver.launch(native_queue, kernel, grid, group, native, waits)
+                    except DeviceError as error:
+                        raise DeviceError(error.reason, describe(command)) from None
+                    queue.record(event, command, buffers)
+                except DeviceError:
+                    raise
+                except BaseException:
+                    self.interrupted(queue)
+                    raise
+
+        return record
 
     def bind(self, launches: Sequence[Any], after: Sequence[Sequence[int]] | None = None) -> Program:
         """A program of launches, each `(kernel, grid, group, args)`, for `replay`. It keeps their buffers.

@@ -50,14 +50,14 @@ def recorded_once(
     graphs = device.subgraphs
     try:
         kept = key if short else Key(key)
-        known: T | None = graphs.use(kept)
+        known: T | None = graphs.get(kept)  # not `use`, which takes three times as long
     except TypeError:  # an attribute or an argument is not hashable
         return None
     if known is not None:
         return known
     with device.running:  # for other threads
         if kept in graphs:
-            known = graphs.use(kept)
+            known = graphs[kept]
         else:
             with only_recording(), contextlib.suppress(PlaceholderRead):
                 known = record()

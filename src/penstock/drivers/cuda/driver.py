@@ -141,20 +141,26 @@ class CudaDriver(Driver):
             bound.set(grid, group, args)
         else:
             bound = self.bind(kernel, grid, group, args)
+        # The context is not set if this thread launched last, to save a tenth of the time of a launch.
+        if waits or self._at_once or self._launcher != get_ident():
+            return self._launch(queue, bound, waits)
         try:
-            # The context is not set if this thread launched last, to save a tenth of the time of a launch.
-            if waits or self._launcher != get_ident() or self._clock is not None:
-                self._begin(queue, waits)
-                self._launcher = get_ident()
+            bound.record(queue)
+        except CudaError as error:
+            if error.code not in ELSEWHERE:
+                self._refuse(error)
+            return self._launch(queue, bound, waits)
+        event = self._open.get(queue)
+        return self._event(queue) if event is None else event
+
+    def _launch(self, queue: Queue, bound: Launch | LibraryCall, waits: Waits) -> Event:
+        """Record a launch in a context that may have to be entered, and which may be timed."""
+        try:
+            self._begin(queue, waits)
+            self._launcher = get_ident()
             if self._clock is not None:
                 self._clock.note_start(queue)
-            try:
-                bound.record(queue)
-            except CudaError as error:
-                if error.code not in ELSEWHERE:
-                    raise
-                self._enter()
-                bound.record(queue)
+            bound.record(queue)
         except CudaError as error:
             self._refuse(error)
         return self._event(queue)
