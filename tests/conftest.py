@@ -127,6 +127,7 @@ class GraphingHost(HostDriver):
     """A host driver that merges many launches into one, as CUDA graphs do."""
 
     graphs = True
+    few_launches = 4
     reaches_pinned = True
     _random = random.Random(0)
 

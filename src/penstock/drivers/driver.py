@@ -209,6 +209,8 @@ class Driver(ABC):
     compute: Queue  # kernels
     incoming: Queue  # copies from the host, which need not wait for kernels
     outgoing: Queue  # copies to the host and on the device, which usually wait for kernels
+    # Up to so many launches, to set all arguments at each run costs less than to compare and change them.
+    few_launches: int = 1
     graphs: bool = False  # whether `capture` is implemented
     reaches_pinned: bool = False  # whether kernels take pinned memory as arguments
     times: bool = False  # whether commands can be timed

@@ -25,7 +25,7 @@ from penstock.compiler.launches import (
 from penstock.compiler.schedule import Copy, Location, Schedule, Step
 from penstock.drivers.driver import Kernel
 from penstock.execution.hosting import on_device
-from penstock.execution.launched import DirectLaunch, RepeatedRun, RunProgram, direct_run, ends
+from penstock.execution.launched import DirectLaunch, RepeatedRun, RunProgram, direct_run, direct_runs, ends
 from penstock.execution.run_buffers import RunBuffers
 from penstock.graph.collectives import launcher, moves_on_device, result_bytes, started
 from penstock.graph.node import Array, Node
@@ -108,12 +108,15 @@ class Executable:
         return sum(segment.launches for segment in self._current if isinstance(segment, _Segment))
 
     def _direct_run(self) -> RunProgram | None:
-        """What runs it, if it is a single launch without temporaries and with one output."""
+        """What runs it by setting all arguments of its launches, if these are few."""
         schedule, segment = self.schedule, self._only
-        if segment is None or self._has_arenas or set(schedule.results) != set(schedule.outputs):
+        launches = None if segment is None else segment.direct(schedule, self.device.driver.few_launches)
+        if launches is None:
             return None
-        launch = segment.direct(schedule) if len(schedule.outputs) == 1 else None
-        return None if launch is None else direct_run(launch, schedule, self.device)
+        simple = len(launches) == len(schedule.outputs) == 1 and {*schedule.results} == {*schedule.outputs}
+        if simple and not self._has_arenas:
+            return direct_run(launches[0], schedule, self.device)
+        return direct_runs(launches, schedule, self.device, self._arenas)
 
     def may_overwrite(self, output: int, given: int) -> bool:
         """Whether a wanted value can be written over an input, which is read for the last time before."""
@@ -400,19 +403,15 @@ class _Segment:
         slots = [slot for slot in moved or () if slot in self._slots] if known else self._slots
         self._replay(device.stream, slots, [buffers[slot] for slot in self._held], buffers, numbers)
 
-    def direct(self, schedule: Schedule) -> DirectLaunch | None:
-        """Its launch, if it has only one: setting every argument costs less than comparing them."""
-        if len(self._calls) != 1:
+    def direct(self, schedule: Schedule, most: int) -> list[DirectLaunch] | None:
+        """Its launches, if there are at most so many: setting every argument costs less than comparing."""
+        if len(self._calls) > most or self._copies or any(0 in grid for _, grid, *_ in self._launches):
             return None
-        (call,), ((kernel, grid, group, args),) = self._calls, self._launches
-        if isinstance(call, Copy) or 0 in grid:
-            return None
-        slots = [slot for slot, _ in call.locations]
-        sizes = BufferSizes(schedule.buffers[slot].nbytes for slot in slots)
-        scalars = args[len(slots) : len(args) - len(call.constants)]
-        # By a slice, an item getter gives a sequence of a single buffer too.
-        touched = itemgetter(*slots) if len(slots) > 1 else itemgetter(slice(slots[0], slots[0] + 1))
-        return DirectLaunch((kernel, grid, group, sizes), touched, scalars, call.constants)
+        return [
+            _direct(call, launch, schedule)
+            for call, launch in zip(self._calls, self._launches, strict=True)
+            if isinstance(call, Call)
+        ]
 
     def repeatable(self) -> Launches | None:
         """What was launched last, if it can be launched again as it is."""
@@ -479,3 +478,13 @@ class _Segment:
     def _fill(self, places: Sequence[tuple[int, int]], arg: Any) -> None:
         for launch, position in places:
             self._launches[launch][3][position] = arg
+
+
+def _direct(call: Call, launch: tuple[Any, Any, Any, list[Any]], schedule: Schedule) -> DirectLaunch:
+    kernel, grid, group, args = launch
+    slots = [slot for slot, _ in call.locations]
+    sizes = BufferSizes(schedule.buffers[slot].nbytes for slot in slots)
+    scalars = args[len(slots) : len(args) - len(call.constants)]
+    # By a slice, an item getter gives a sequence of a single buffer too.
+    touched = itemgetter(*slots) if len(slots) > 1 else itemgetter(slice(slots[0], slots[0] + 1))
+    return DirectLaunch((kernel, grid, group, sizes), touched, scalars, call.constants)

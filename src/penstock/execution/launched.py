@@ -1,4 +1,4 @@
-"""What an executable launches: a single kernel, or what it launched in its last run."""
+"""What an executable launches: a few kernels with all arguments set, or what it launched in its last run."""
 
 from __future__ import annotations
 
@@ -58,6 +58,33 @@ def direct_run(launch: DirectLaunch, schedule: Schedule, device: Device) -> RunP
         if is_shared:
             result.shared = True
         return [result] * values
+
+    return run
+
+
+def direct_runs(
+    launches: Sequence[DirectLaunch], schedule: Schedule, device: Device, arenas: Callable[[], list[Buffer]]
+) -> RunProgram:
+    """The same for a few launches, with any number of outputs, and temporaries in `arenas`."""
+    steps = [
+        (device.stream.launcher(launch.command), launch.touched, launch.scalars, launch.constants)
+        for launch in launches
+    ]
+    layers, results = device.layers(), schedule.results
+    output_bytes = [schedule.buffers[output].nbytes for output in schedule.outputs]
+    shared = [at for at, is_shared in zip(results, schedule.shared, strict=True) if is_shared]
+
+    def run(inputs: Sequence[Buffer], numbers: Sequence[Any]) -> list[Buffer]:
+        if layers.hosts_state:
+            inputs = on_device(inputs, schedule.hosted, device)
+        arena, *more_arenas = arenas()
+        buffers = [arena, *inputs, *map(device.empty, output_bytes), *more_arenas]
+        for record, touched, scalars, constants in steps:
+            taken = touched(buffers)
+            record([*map(_native, taken), *scalars, *[numbers[at] for at in constants]], taken)
+        for at in shared:
+            buffers[at].shared = True
+        return [buffers[at] for at in results]
 
     return run
 
