@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import model_cases as cases
@@ -125,6 +126,11 @@ def test_sequences_that_come_and_go_get_the_tokens_that_they_get_alone(
         run_script(Script(decoder, slots, pages), model, requests)
 
 
+@cache
+def alone_ids(model: LanguageModel, prompt: tuple[int, ...]) -> list[int]:
+    return model.generate(list(prompt), 12, temperature=0).ids
+
+
 def run_script(script: Script, model: LanguageModel, requests: list[Any]) -> None:
     common = prompts_of([40], 9)[0]  # the beginning of several prompts
     sequences = []
@@ -149,7 +155,7 @@ def run_script(script: Script, model: LanguageModel, requests: list[Any]) -> Non
     for number, sequence in enumerate(sequences):
         tokens = requests[number][1]
         prompt = sequence.ids[: sequence.prompt_length]
-        alone = model.generate(prompt, 12, temperature=0).ids
+        alone = alone_ids(model, tuple(prompt))
         ids = script.ids[sequence]
         assert ids == alone[: len(ids) if sequence.finish_reason == "cancelled" else tokens]
 
