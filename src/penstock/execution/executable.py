@@ -88,6 +88,9 @@ class Executable:
             self._segments[()] = self._bound(())
         self._layers = device.layers()
         self._arena_bytes = schedule.arena_bytes
+        is_only = len(self._arena_bytes) == 1 and not schedule.host_bytes
+        self._only_arena = self._arena_bytes[0] if is_only else 0  # its bytes
+        self._most_arena_bytes = device.capabilities.max_arena_bytes
         # All launches, if they are a single sequence in which each buffer is its own argument.
         parts = self._segments.get((), [])
         self._only = parts[0] if len(parts) == 1 and isinstance(parts[0], _Segment) else None
@@ -249,7 +252,11 @@ class Executable:
 
         The device's may be larger than a kernel's argument can be.
         """
-        most = self.device.capabilities.max_arena_bytes
+        there, most = self._layers.scratch, self._most_arena_bytes
+        if self._only_arena and there and self._layers.limit.limit_bytes is None:
+            arena = there[0]
+            if self._only_arena <= arena.nbytes <= most:
+                return [arena]  # the most frequent case, before anything else is looked at
         arenas = self.device.scratch(self._arena_bytes, self.schedule.result_bytes)
         host = self.schedule.host_bytes
         return [
