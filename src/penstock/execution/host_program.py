@@ -31,7 +31,7 @@ _QUIET.run(np.seterr, all="ignore")
 class _Step(NamedTuple):
     """A node that is computed. The values of a run have numbers: first the inputs, then one for each step."""
 
-    call: Callable[..., Any]  # takes values, and the memory for the result or None
+    call: Callable[..., Any]  # takes values, and as `out` memory for the result or None
     given: tuple[int, ...]  # the numbers of the values
     ended: Sequence[int]  # those that no later step takes
     kind: tuple[int, np.dtype[Any], Shape] | None  # bytes, dtype and shape of a result written in place
@@ -77,11 +77,11 @@ class HostProgram:
         evaluate, attributes = evaluator(node), node.attributes
         if node.primitive is BOUNDED:  # an error names the line that recorded it this time
             bound = structure.bounds.index(attributes["bound"])
-            return lambda *given: evaluate(given[:-1], {"bound": self._bounds[bound]})
+            return lambda *given, out: evaluate(given, {"bound": self._bounds[bound]})
         if node.primitive.constants:
             numbers = {name: structure.numbers[constant_key(node, name)] for name in node.primitive.constants}
-            return lambda *given: self._with_constants(node, evaluate, numbers, given[:-1])
-        return universal_function(node) or (lambda *given: evaluate(given[:-1], attributes))
+            return lambda *given, out: self._with_constants(node, evaluate, numbers, given)
+        return universal_function(node) or (lambda *given, out: evaluate(given, attributes))
 
     @property
     def runner(self) -> RunProgram:
@@ -134,7 +134,7 @@ class HostProgram:
                 buffer, target = device.fillable(*kind)
                 if target is not None:
                     written[len(values)] = buffer
-            values.append(call(*[values[at] for at in given], target))
+            values.append(call(*[values[at] for at in given], out=target))
             for at in ended:
                 values[at] = None
         return [written.pop(at) if at in written else device.upload(values[at]) for at in self._wanted]
