@@ -6,12 +6,12 @@ would have to be computed again otherwise, until an optimizer has updated its pa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from weakref import WeakKeyDictionary
 
 from penstock.errors import OutOfDeviceMemory
 from penstock.execution.realize import realize
+from penstock.graph.calls import CALL
 from penstock.graph.node import Node, topological
 from penstock.runtime import Device
 from penstock.tensor.backward import recorded_gradients
@@ -48,27 +48,34 @@ def _has_room(device: Device) -> bool:
 
 
 def _needed(read: Node, device: Device) -> list[Node]:
-    """The outermost pending values behind a node that gradients come from, and what these gradients take."""
+    """What gradients take of the pending values behind a node: those that are called, and those to come.
+
+    These are the gradients of the outermost values through which any may pass.
+    """
     behind = [node for node in topological([read]) if node.value is None]
     tracked = [node for node in behind if node.tracked and node.dtype.kind == "f"]
-    inner = {parent for node in tracked for parent in node.inputs}
-    outermost = [node for node in tracked if node not in inner]
-    taken = (stored for node in outermost for stored in (node, *_taken(node, device)))
-    return [node for node in dict.fromkeys(taken) if node.value is None and node is not read]
+    called = [parent for node in behind if node.primitive is CALL for parent in node.inputs]
+    inner = {*called, *(parent for node in tracked for parent in node.inputs)}
+    needed = [node for node in called if node.tracked]
+    for node in tracked:
+        if node not in inner:
+            needed += (node, *_taken(node, device))
+    stored = dict.fromkeys(map(_stored, needed))
+    return [node for node in stored if node is not None and node.value is None and node is not read]
 
 
-def _taken(node: Node, device: Device) -> Iterator[Node]:
+def _taken(node: Node, device: Device) -> list[Node]:
     """What the gradients of a node take of the graph behind it."""
     history = topological([node], through_values=True)
     owned = [node for node in history if node.owner is not None]
     leaves = [node for node in owned if leaf_of(node) is not None]
     if not leaves or any(map(changed_since, owned)) or any(node.primitive.refuses for node in history):
-        return
-    with suppress(TypeError):  # an operation has no gradient, which only `backward` has to tell
+        return []
+    try:
         known = recorded_gradients(history, leaves, device)
-        for number in () if known is None else known[1]:
-            if (stored := _stored(history[number])) is not None:
-                yield stored
+    except TypeError:  # an operation has no gradient, which only `backward` has to tell
+        return []
+    return [] if known is None else [history[number] for number in known[1]]
 
 
 def _stored(node: Node) -> Node | None:
