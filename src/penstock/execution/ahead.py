@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import version
-from itertools import chain
+from itertools import chain, product
 from time import perf_counter, sleep
 
 from penstock.compiler.pipeline import compile_graph
@@ -22,13 +22,13 @@ from penstock.compiler.target import Target
 from penstock.errors import PenstockError
 from penstock.execution.executable import kernel_sources
 from penstock.graph import elementwise as ops
-from penstock.graph.contraction import gather
+from penstock.graph.contraction import gather, matmul
 from penstock.graph.dtypes import bool_, float16, float32, int32, int64
 from penstock.graph.elementwise import PRIMITIVES, cast, like
 from penstock.graph.node import DType, Node, Shape, placeholder, topological
 from penstock.graph.reducing import argmax, expand, max_, min_, prod, sum_
 from penstock.graph.reference import constant_key
-from penstock.graph.shaping import concat, slice_
+from penstock.graph.shaping import concat, permute, slice_
 from penstock.kernels.cache import KernelCache
 from penstock.kernels.source import KernelSource, digest
 from penstock.runtime import Device
@@ -39,6 +39,8 @@ _SHAPES = (((101, 103), (211, 307)), ((104, 96), (168, 320)))
 # last 32 and the last 8 items.
 _ROWS = ((3, 5), (16, 40), (19, 45), (128, 256), (104, 208), (99, 165), (107, 213))
 _ROW_COUNTS = 101, 5000  # reduced by a single task, and shared by several
+# Rows, steps and columns of products: one, few, and more than tiles, spans of sums or all cores take at once.
+_PRODUCTS = (1, 2, 3, 6, 77, 1031), (1, 3, 7, 19, 700, 3001), (1, 2, 3, 7, 77, 1031)
 _UNARY = (
     *("negative", "abs", "sign", "floor", "ceil", "round", "exp", "expm1", "log", "log1p", "sqrt"),
     *("sin", "cos", "tanh", "isnan", "isfinite"),
@@ -55,7 +57,7 @@ _END = object()
 def operations(rows: int, columns: int) -> Iterator[Node]:
     """The operations, on matrices of this shape, vectors, and single values.
 
-    Not among them: sums of columns, transposes and products, whose kernels differ in more than sizes.
+    Not among them: sums of columns and transposes, whose kernels differ in more than sizes.
     """
     shape = rows, columns
 
@@ -93,6 +95,13 @@ def reductions(rows: int, columns: int) -> Iterator[Node]:
         yield reduce(placeholder((rows, columns), float32), (1,))
         yield reduce(placeholder((columns,), float32), (0,))
         yield reduce(placeholder((parts * (2048 + columns),), float32), (0,))
+
+
+def products(rows: int, steps: int, columns: int) -> Iterator[Node]:
+    """The product of matrices, and those in which one of them is transposed."""
+    yield matmul(placeholder((rows, steps), float32), placeholder((steps, columns), float32))
+    yield matmul(placeholder((rows, steps), float32), permute(placeholder((columns, steps), float32), (1, 0)))
+    yield matmul(permute(placeholder((steps, rows), float32), (1, 0)), placeholder((steps, columns), float32))
 
 
 def _elementwise(x: Node, y: Node) -> Iterator[Node]:
@@ -179,19 +188,24 @@ class Ahead:
             self._work = None
 
     def _listed(self) -> Iterator[None]:
-        pairs = chain(
+        alike = chain(
             *(zip(operations(*first), operations(*second), strict=True) for first, second in _SHAPES),
             *(zip(*map(reductions, _ROW_COUNTS, pair), strict=True) for pair in _ROWS),
+            [[node for sizes in product(*_PRODUCTS) for node in products(*sizes)]],
         )
-        for known, node in pairs:
-            with self._device.running:
-                self._sources(known)
-                shared = [source for source in self._sources(node) if source.alone]
-                missing = self._kernels.missing(shared)
-            yield
-            for source in missing:
-                self._kernels.compile_ahead([source])
+        for nodes in alike:
+            for node in nodes:  # first, so that kernels take all sizes that differ
+                with self._device.running:
+                    self._sources(node)
                 yield
+            for node in nodes:
+                with self._device.running:
+                    shared = [source for source in self._sources(node) if source.alone]
+                    missing = self._kernels.missing(shared)
+                yield
+                for source in missing:
+                    self._kernels.compile_ahead([source])
+                    yield
         self._kernels.kept.put("ahead", _edition(self._device))
 
     def _sources(self, node: Node) -> list[KernelSource]:
