@@ -27,11 +27,11 @@ from penstock.compiler.target import Target
 from penstock.config import Settings
 from penstock.errors import CompileError
 from penstock.execution import ahead
-from penstock.execution.executable import Executable
+from penstock.execution.executable import Executable, kernel_sources
 from penstock.execution.realize import executables
 from penstock.execution.structure import Structure
 from penstock.graph.dtypes import HALF_PRECISION
-from penstock.graph.node import Kind, leaf
+from penstock.graph.node import Kind, Node, leaf, topological
 from penstock.kernels.cache import KernelCache
 from penstock.lru import LRU
 
@@ -96,6 +96,50 @@ def test_single_operations_give_the_bits_of_a_fused_program(
     )
     actual = device.download(buffer, result.dtype, result.shape).wait()
     assert actual.tobytes() == expected.tobytes()
+
+
+def bits(program: Executable, structure: Structure) -> bytes:
+    """The bits of the only result of a program."""
+    (buffer,) = program.run([node.value for node in structure.inputs], structure.constants())
+    return program.device.download(buffer).wait().tobytes()
+
+
+@pytest.mark.slow("(3, 700, 90)", "(90, 700, 3)", "(40, 2100, 20)")
+@pytest.mark.parametrize(
+    "sizes", [(9, 70, 20), (130, 3001, 9), (3, 700, 90), (90, 700, 3), (40, 2100, 20)], ids=str
+)
+@pytest.mark.parametrize("transposed", ["", "left", "right"])
+def test_products_that_exist_before_have_the_bits_of_the_best(
+    device: Device, sizes: tuple[int, int, int], transposed: str
+) -> None:
+    """However the best kernel divides the sums: in spans of K, in blocks, and in vectors along K."""
+    rows, steps, columns = sizes
+    left, right = values(rows, steps), values(steps, columns)
+    x = ps.asarray(left.T.copy() if transposed == "left" else left, device=device)
+    y = ps.asarray(right.T.copy() if transposed == "right" else right, device=device)
+    x, y = x.T if transposed == "left" else x, y.T if transposed == "right" else y
+    structure, own = Structure([(x @ y)._node], device.capabilities), executables(device)
+    best = Executable(own.schedule(structure), device, own.kernels)
+    assert bits(separate(device, structure), structure) == bits(best, structure)
+
+
+@pytest.mark.slow
+def test_few_kernels_serve_products_of_all_sizes(device: Device) -> None:
+    kernels = KernelCache(device)
+    target = Target(device.name, device.capabilities, kernels.shared_lowering, fuses=False)
+
+    def name(node: Node) -> str:
+        inputs = [leaf for leaf in topological([node]) if leaf.value is not None]
+        schedule = compile_graph([node], inputs, {}, target)
+        return kernel_sources(schedule, device, kernels)[0].name
+
+    for sizes in itertools.product(*ahead._PRODUCTS):
+        for node in ahead.products(*sizes):
+            name(node)
+    sizes = [(64, 128, 10), (100, 784, 32), (7, 9, 11), (512, 2048, 3), (1, 33, 90), (2, 5, 4)]
+    names = [name(node) for shape in sizes for node in ahead.products(*shape)]
+    assert [name(node) for shape in sizes for node in ahead.products(*shape)] == names
+    assert len(set(names)) <= 12
 
 
 @pytest.mark.slow("2004")
@@ -390,6 +434,10 @@ def few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "_BINARY", ("add",))
     monkeypatch.setattr(ahead, "_COMPARISONS", ())
     monkeypatch.setattr(ahead, "_CASTS", ())
+    monkeypatch.setattr(ahead, "_OF_NUMBERS", ())
+    monkeypatch.setattr(ahead, "_PRODUCTS", ((5, 6), (7, 19), (9, 10)))
+    monkeypatch.setattr(ahead, "_SQUARES", ((5, 6), (7, 19)))
+    monkeypatch.setattr(ahead, "_COLUMNS", ((3, 5), (7, 9)))
     monkeypatch.setattr(ahead, "_SHAPES", ahead._SHAPES[:1])
     monkeypatch.setattr(ahead, "_QUIET_SECONDS", 0.0)
 

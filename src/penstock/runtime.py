@@ -318,6 +318,14 @@ class Device:
             transfers.upload(buffer, array, offset)
         return buffer
 
+    def fillable(self, nbytes: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[Buffer, Any]:
+        """A new buffer, and its memory as an array for the host to fill.
+
+        None in place of the array: the host does not share the memory, or commands still use it.
+        """
+        buffer = self._new(nbytes, unused=True, spills=True)
+        return buffer, self.layers().transfers.at_hand(buffer, dtype, shape)
+
     def download(
         self,
         buffer: Buffer,

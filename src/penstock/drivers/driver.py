@@ -61,6 +61,7 @@ class Capabilities:
     int64: bool = True  # kernels may use 64-bit integers
     max_buffers: int = 1 << 16  # arguments of a kernel
     binding_bytes: int = 1 << 62  # the most of a buffer that an argument binds; larger buffers take several
+    rounds_quotients: bool = False  # real quotients and square roots are rounded to nearest, as by NumPy
     tf32: bool = False  # the library may round float32 to 10 bits of fraction before it multiplies
     # Its memory is not the host's, and a program may copy to pinned memory and back beside its kernels.
     offloads: bool = False

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import version
-from itertools import chain
+from itertools import chain, product
 from time import perf_counter, sleep
 
 from penstock.compiler.pipeline import compile_graph
@@ -22,13 +22,14 @@ from penstock.compiler.target import Target
 from penstock.errors import PenstockError
 from penstock.execution.executable import kernel_sources
 from penstock.graph import elementwise as ops
-from penstock.graph.contraction import gather
+from penstock.graph import random
+from penstock.graph.contraction import gather, matmul
 from penstock.graph.dtypes import bool_, float16, float32, int32, int64
 from penstock.graph.elementwise import PRIMITIVES, cast, like
 from penstock.graph.node import DType, Node, Shape, placeholder, topological
 from penstock.graph.reducing import argmax, expand, max_, min_, prod, sum_
 from penstock.graph.reference import constant_key
-from penstock.graph.shaping import concat, slice_
+from penstock.graph.shaping import concat, permute, slice_
 from penstock.kernels.cache import KernelCache
 from penstock.kernels.source import KernelSource, digest
 from penstock.runtime import Device
@@ -39,13 +40,23 @@ _SHAPES = (((101, 103), (211, 307)), ((104, 96), (168, 320)))
 # last 32 and the last 8 items.
 _ROWS = ((3, 5), (16, 40), (19, 45), (128, 256), (104, 208), (99, 165), (107, 213))
 _ROW_COUNTS = 101, 5000  # reduced by a single task, and shared by several
+# Rows, steps and columns of products: one, few, and more than tiles, spans of sums or all cores take at once.
+_PRODUCTS = (1, 2, 3, 6, 77, 1031), (1, 3, 7, 19, 700, 3001), (1, 2, 3, 7, 77, 1031)
+_SQUARES = (1, 2, 3, 4, 5, 7, 8, 12, 32, 40, 77, 300, 1031), (1, 3, 7, 19, 700, 3001)  # rows and steps
+# Rows and columns of sums: with and without a remainder after four rows, a block of sums, and a vector.
+_COLUMNS = (
+    (2, 3, 8, 45, 100, 256, 300, 301, 512, 784, 1000, 1023, 1540, 2048),
+    (2, 7, 16, 31, 40, 64, 99, 100, 256, 515, 2048),
+)
 _UNARY = (
     *("negative", "abs", "sign", "floor", "ceil", "round", "exp", "expm1", "log", "log1p", "sqrt"),
     *("sin", "cos", "tanh", "isnan", "isfinite"),
 )
 _BINARY = ("add", "subtract", "multiply", "divide", "pow", "maximum", "minimum")
 _COMPARISONS = ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal")
+_OF_NUMBERS = ("subtract", "multiply", "divide", "equal")  # which gradients have of two constants
 _CASTS = ((float32, float16), (float16, float32), (int64, float32), (int32, float32))
+_LIST = _SHAPES, _ROWS, _PRODUCTS, _SQUARES, _COLUMNS, _UNARY, _BINARY, _COMPARISONS, _OF_NUMBERS, _CASTS
 _QUIET_SECONDS = 1.0  # since somebody built a program
 _PAUSE_SECONDS = 0.05
 _MOST_WAITING = 64  # kernels that were missing for expressions
@@ -55,7 +66,7 @@ _END = object()
 def operations(rows: int, columns: int) -> Iterator[Node]:
     """The operations, on matrices of this shape, vectors, and single values.
 
-    Not among them: sums of columns, transposes and products, whose kernels differ in more than sizes.
+    Not among them: transposes, whose kernels differ in more than sizes.
     """
     shape = rows, columns
 
@@ -84,6 +95,9 @@ def operations(rows: int, columns: int) -> Iterator[Node]:
     yield concat([x, y], 0)
     yield concat([x, y], 1)
     yield gather(x, array((rows + 1,), int64))
+    state = array((4,), random.WORD)
+    yield random.uniform(random.random_bits(state, (*shape, random.UNIFORM_WORDS[float32])), float32)
+    yield random.normal(random.random_bits(state, (*shape, random.NORMAL_WORDS[float32])), float32)
 
 
 def reductions(rows: int, columns: int) -> Iterator[Node]:
@@ -95,6 +109,21 @@ def reductions(rows: int, columns: int) -> Iterator[Node]:
         yield reduce(placeholder((parts * (2048 + columns),), float32), (0,))
 
 
+def products(rows: int, steps: int, columns: int) -> Iterator[Node]:
+    """Products of two matrices, of which one may be transposed."""
+    left, right = placeholder((rows, steps), float32), placeholder((steps, columns), float32)
+    yield matmul(left, right)
+    yield matmul(left, permute(placeholder((columns, steps), float32), (1, 0)))
+    yield matmul(permute(placeholder((steps, rows), float32), (1, 0)), right)
+
+
+def squares(rows: int, steps: int) -> Iterator[Node]:
+    """Products of a matrix and its transpose."""
+    left, right = placeholder((rows, steps), float32), placeholder((steps, rows), float32)
+    yield matmul(left, permute(left, (1, 0)))
+    yield matmul(permute(right, (1, 0)), right)
+
+
 def _elementwise(x: Node, y: Node) -> Iterator[Node]:
     for name in _UNARY:
         yield _apply(name, x)
@@ -103,6 +132,8 @@ def _elementwise(x: Node, y: Node) -> Iterator[Node]:
         yield _apply(name, x, like(x, 2.5))
     for name in _BINARY:
         yield _apply(name, like(x, 2.5), x)
+    for name in _OF_NUMBERS:
+        yield _apply(name, like(x, 2.5), like(x, 1.5))
 
 
 def _apply(name: str, *inputs: Node) -> Node:
@@ -179,19 +210,26 @@ class Ahead:
             self._work = None
 
     def _listed(self) -> Iterator[None]:
-        pairs = chain(
+        alike = chain(
             *(zip(operations(*first), operations(*second), strict=True) for first, second in _SHAPES),
             *(zip(*map(reductions, _ROW_COUNTS, pair), strict=True) for pair in _ROWS),
+            [[sum_(placeholder(shape, float32), (0,)) for shape in product(*_COLUMNS)]],
+            [[node for sizes in product(*_PRODUCTS) for node in products(*sizes)]],
+            [[node for sizes in product(*_SQUARES) for node in squares(*sizes)]],
         )
-        for known, node in pairs:
-            with self._device.running:
-                self._sources(known)
-                shared = [source for source in self._sources(node) if source.alone]
-                missing = self._kernels.missing(shared)
-            yield
-            for source in missing:
-                self._kernels.compile_ahead([source])
+        for nodes in alike:
+            for node in nodes:  # first, so that kernels take all sizes that differ
+                with self._device.running:
+                    self._sources(node)
                 yield
+            for node in nodes:
+                with self._device.running:
+                    shared = [source for source in self._sources(node) if source.alone]
+                    missing = self._kernels.missing(shared)
+                yield
+                for source in missing:
+                    self._kernels.compile_ahead([source])
+                    yield
         self._kernels.kept.put("ahead", _edition(self._device))
 
     def _sources(self, node: Node) -> list[KernelSource]:
@@ -207,4 +245,4 @@ class Ahead:
 
 def _edition(device: Device) -> str:
     can = device.capabilities
-    return digest(f"{version('penstock')} {can.api} {can.description}")
+    return digest(f"{version('penstock')} {can.api} {can.description} {_LIST}")

@@ -20,7 +20,7 @@ from penstock.compiler.target import Budget, Target
 from penstock.errors import OutOfDeviceMemory
 from penstock.execution.ahead import Ahead
 from penstock.execution.executable import Executable, kernel_sources
-from penstock.execution.host_program import HostProgram
+from penstock.execution.host_program import HostProgram, InPlace
 from penstock.execution.hosting import Residents, State
 from penstock.execution.launched import RunProgram
 from penstock.execution.memory_plan import MemoryPlan
@@ -38,6 +38,7 @@ _MAX_PROGRAMS = 256
 _MAX_HOST_PROGRAMS = 1024
 _MAX_BRIDGES = 64
 _OFTEN = 8  # runs by NumPy after which several operations are worth a kernel
+_MOST_IN_PLACE = 1 << 18  # items; NumPy takes longer than a launch for more
 _SHARE_OF_FREE = 4  # a quarter: single operations store intermediate values, fused kernels do not
 _MAX_SLICED = 8  # times that slices of an expression are taken first
 _MAX_OPERATIONS = 256  # for single operations: more take as long to schedule as to compile
@@ -125,11 +126,14 @@ class ExecutableCache:
     def keep_single(self, key: Hashable, structure: Structure, program: Executable | HostProgram) -> None:
         """Remember the program of a small expression, unless it is a temporary one."""
         if isinstance(program, HostProgram):
-            stays = program.small and not self._may_be_outgrown(program)
-        else:
-            stays = structure.key not in self._bridges
-        if stays:
-            self.singles[key] = program.runner
+            if program.small and not self._may_be_outgrown(program):
+                self.singles[key] = program.runner
+        elif structure.key not in self._bridges:
+            on_host = self._host_programs.get(structure.key)
+            if on_host is None or on_host.largest > _MOST_IN_PLACE:
+                self.singles[key] = program.runner
+            else:
+                self.singles[key] = InPlace(on_host, program.runner).run
 
     def _may_be_outgrown(self, program: HostProgram) -> bool:
         """Whether a kernel is better once an expression has come often."""

@@ -4,60 +4,87 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from contextvars import copy_context
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from penstock.execution.structure import Structure
 from penstock.graph.bounds import BOUNDED, Bound
 from penstock.graph.calls import detached
-from penstock.graph.node import Array, Node, topological
-from penstock.graph.reference import Evaluator, constant_key, evaluator
+from penstock.graph.node import Array, Node, Shape, topological
+from penstock.graph.reference import Evaluator, constant_key, evaluator, universal_function
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
-from penstock.stream.hostview import HostView
+
+if TYPE_CHECKING:
+    from penstock.execution.launched import RunProgram
 
 _FEW_ITEMS = 256  # of a value that is kept for the next run
+_LAUNCH_SECONDS = 20e-6  # what a launch on a CPU takes, in the calling thread and in those of PoCL
+_TRIALS = 8  # runs by NumPy of an expression that has kernels; the least time of them counts
+_QUIET = copy_context()  # in which NumPy does not warn; to enter a copy takes less time than `np.errstate`
+_QUIET.run(np.seterr, all="ignore")
+
+
+class _Step(NamedTuple):
+    """A node that is computed. The values of a run have numbers: first the inputs, then one for each step."""
+
+    call: Callable[..., Any]  # takes values, and as `out` memory for the result or None
+    given: tuple[int, ...]  # the numbers of the values
+    ended: Sequence[int]  # those that no later step takes
+    kind: tuple[int, np.dtype[Any], Shape] | None  # bytes, dtype and shape of a result written in place
 
 
 class HostProgram:
     """The values of some nodes from the values of others, as an `Executable`; it holds no values."""
 
     def __init__(self, structure: Structure, device: Device) -> None:
-        self._device = device
+        self._device, opened = device, device.layers()
+        self._stream, self._at_hand = opened.stream, opened.transfers.at_hand
         self.small = structure.small(seen=True)  # so it stays with NumPy
-        inputs, wanted = detached(structure.inputs, structure.nodes)
+        self.largest = structure.largest
         self.runs = 0
-        self._kinds = [(node, np.dtype(node.dtype), node.shape) for node in inputs]
-        nodes = topological(wanted)
-        self._wanted = wanted
         self._numbers: Sequence[Any] = ()  # the constants of the last run
-        self._last: dict[Node, Array] = {}  # the small values that these gave
-        self.nodes = [node for node in nodes if node.value is None]
+        self._last: dict[Node, Array] = {}  # values that depend on these only
+        self._bounds: Sequence[Bound] = ()  # what indices are for, in this run
+        inputs, wanted = detached(structure.inputs, structure.nodes)
+        self.nodes = [node for node in topological(wanted) if node.value is None]
         self.operations = sum(not node.primitive.is_free for node in self.nodes)
+        self._kinds = [(np.dtype(node.dtype), node.shape) for node in inputs]
+        number = {node: at for at, node in enumerate((*inputs, *self.nodes))}
+        self._wanted = [number[node] for node in wanted]
         last = {parent: node for node in self.nodes for parent in node.inputs}
-        kept = {*wanted, *inputs}
-        ended: dict[Node, list[Node]] = {}  # the values that each node is the last to need
+        ended: dict[Node, list[int]] = {}  # the values that each node is the last to need
         for parent, node in last.items():
-            if parent not in kept:
-                ended.setdefault(node, []).append(parent)
-        bounds = structure.bounds
-        self._bounds = {
-            node: bounds.index(node.attributes["bound"]) for node in nodes if node.primitive is BOUNDED
-        }
+            if parent.value is None and parent not in wanted:
+                ended.setdefault(node, []).append(number[parent])
         self._steps = [
-            (
-                node,
-                evaluator(node),
-                [(name, structure.numbers[constant_key(node, name)]) for name in node.primitive.constants],
+            _Step(
+                self._call(node, structure),
+                tuple([number[parent] for parent in node.inputs]),
                 ended.get(node, ()),
+                (node.nbytes, np.dtype(node.dtype), node.shape)
+                if node in wanted and universal_function(node)
+                else None,
             )
             for node in self.nodes
         ]
 
+    def _call(self, node: Node, structure: Structure) -> Callable[..., Any]:
+        """What computes a node: see `_Step`."""
+        evaluate, attributes = evaluator(node), node.attributes
+        if node.primitive is BOUNDED:  # an error names the line that recorded it this time
+            bound = structure.bounds.index(attributes["bound"])
+            return lambda *given, out: evaluate(given, {"bound": self._bounds[bound]})
+        if node.primitive.constants:
+            numbers = {name: structure.numbers[constant_key(node, name)] for name in node.primitive.constants}
+            return lambda *given, out: self._with_constants(node, evaluate, numbers, given)
+        return universal_function(node) or (lambda *given, out: evaluate(given, attributes))
+
     @property
-    def runner(self) -> Callable[[Sequence[Buffer], Sequence[Any]], list[Buffer]]:
+    def runner(self) -> RunProgram:
         """What runs it where no index is checked."""
         return self.run
 
@@ -65,63 +92,89 @@ class HostProgram:
         self, inputs: Sequence[Buffer], numbers: Sequence[Any], bounds: Sequence[Bound] = ()
     ) -> list[Buffer]:
         """The values of the wanted nodes, from buffers of the inputs, constants, and what indices are for."""
-        device = self._device
-        at_hand = device.layers().transfers.at_hand
-        start = perf_counter()
+        self._bounds = bounds
+        results = self.run_in_place(inputs, numbers)
+        if results is not None:
+            return results
+        with ExitStack() as views:  # which waits for the device
+            given = zip(inputs, self._kinds, strict=True)
+            values = [views.enter_context(self._device.view(buffer, *kind)) for buffer, kind in given]
+            return self._computed(values, numbers)
+
+    def run_in_place(self, inputs: Sequence[Buffer], numbers: Sequence[Any]) -> list[Buffer] | None:
+        """The same from inputs in the device's own memory; None if the device still uses one of them."""
+        values = []
+        for buffer, (dtype, shape) in zip(inputs, self._kinds, strict=True):
+            array = self._at_hand(buffer, dtype, shape)
+            if array is None:
+                return None
+            values.append(array)
+        return self._computed(values, numbers)
+
+    def _computed(self, values: list[Any], numbers: Sequence[Any]) -> list[Buffer]:
+        """The same from the values of the inputs."""
         self.runs += 1
         if numbers is not self._numbers:
             self._numbers, self._last = numbers, {}
-        values: dict[Node, Array] = {}
-        pending: list[tuple[Node, HostView]] = []
-        for (node, dtype, shape), buffer in zip(self._kinds, inputs, strict=True):
-            # The device's own memory, since values never change.
-            array = at_hand(buffer, dtype, shape)
-            if array is None:
-                pending.append((node, device.view(buffer, dtype, shape)))
-            else:
-                values[node] = array
-        if not pending:
-            return self._computed(values, numbers, bounds, start)
-        with ExitStack() as views:
-            for node, view in pending:
-                values[node] = views.enter_context(view)
-            return self._computed(values, numbers, bounds, start)
-
-    @np.errstate(all="ignore")
-    def _computed(
-        self, values: dict[Node, Array], numbers: Sequence[Any], bounds: Sequence[Bound], start: float
-    ) -> list[Buffer]:
-        """The same from the values of the inputs; `start` is when the run began."""
-        for node, evaluate, constants, ended in self._steps:
-            given = [values[parent] for parent in node.inputs]
-            if constants:
-                values[node] = self._with_constants(node, evaluate, constants, given, numbers)
-            elif node in self._bounds:  # an error names the line that recorded it this time
-                values[node] = evaluate(given, {"bound": bounds[self._bounds[node]]})
-            else:
-                values[node] = evaluate(given, node.attributes)
-            for parent in ended:
-                del values[parent]
-        for recorder in self._device.stream.recorders:
+        recorders = self._stream.recorders
+        if not recorders:
+            return _QUIET.copy().run(self._run_steps, values)
+        start = perf_counter()
+        results = _QUIET.copy().run(self._run_steps, values)
+        for recorder in recorders:
             recorder.computed_by_host(" ".join(names(self.nodes)), start, perf_counter())
-        return [self._device.upload(values[node]) for node in self._wanted]
+        return results
+
+    def _run_steps(self, values: list[Any]) -> list[Buffer]:
+        device = self._device
+        written: dict[int, Buffer] = {}  # results that were computed in their memory
+        for call, given, ended, kind in self._steps:
+            target = None
+            if kind is not None:
+                buffer, target = device.fillable(*kind)
+                if target is not None:
+                    written[len(values)] = buffer
+            values.append(call(*[values[at] for at in given], out=target))
+            for at in ended:
+                values[at] = None
+        return [written.pop(at) if at in written else device.upload(values[at]) for at in self._wanted]
 
     def _with_constants(
-        self,
-        node: Node,
-        evaluate: Evaluator,
-        constants: list[tuple[str, int]],
-        inputs: list[Array],
-        numbers: Sequence[Any],
+        self, node: Node, evaluate: Evaluator, numbers: dict[str, int], inputs: Sequence[Array]
     ) -> Array:
-        """The value of a node with these constants. Of a few items, that of the last run serves again."""
+        """The value of a node with constants; that of the last run serves again if it takes little memory."""
         value = self._last.get(node)
         if value is None:
-            given = {name: numbers[number] for name, number in constants}
+            given = {name: self._numbers[number] for name, number in numbers.items()}
             value = evaluate(inputs, node.attributes | given)
-            if not inputs and node.size <= _FEW_ITEMS:
+            if not inputs and (node.size <= _FEW_ITEMS or not any(value.strides)):
                 self._last[node] = value
         return value
+
+
+class InPlace:
+    """A program of kernels, or NumPy where the device is done with the inputs and it takes less time.
+
+    Both give the same bits.
+    """
+
+    def __init__(self, on_host: HostProgram, launch: RunProgram) -> None:
+        self._on_host, self._launch = on_host, launch
+        self._trials = _TRIALS
+        self._quick = False  # whether one of these took NumPy less time than a launch
+
+    def run(self, inputs: Sequence[Buffer], numbers: Sequence[Any]) -> list[Buffer]:
+        """The values of the wanted nodes, from buffers of the inputs and the constants."""
+        if not self._quick and not self._trials:
+            return self._launch(inputs, numbers)
+        start = perf_counter()
+        results = self._on_host.run_in_place(inputs, numbers)
+        if results is None:
+            return self._launch(inputs, numbers)
+        if self._trials:
+            self._trials -= 1
+            self._quick = self._quick or perf_counter() - start < _LAUNCH_SECONDS
+        return results
 
 
 def names(nodes: Sequence[Node]) -> list[str]:

@@ -36,6 +36,7 @@ class Structure:
         """
         self.recorded = wanted  # as it was given
         self._contracts = target is None or target.contracts
+        self._rounds_quotients = target is not None and target.rounds_quotients
         if not self._walk(wanted, target):
             assert target is not None
             wanted = decompose(wanted, target)
@@ -182,7 +183,8 @@ class Structure:
         """
         if self.items >= LARGE_ITEMS or self._has(Kind.OPAQUE):
             return False
-        if self._has(Kind.RANDOM) or not is_exact(topological(self.wanted), self._contracts):
+        nodes = topological(self.wanted)
+        if self._has(Kind.RANDOM) or not is_exact(nodes, self._contracts, self._rounds_quotients):
             return False
         return not seen or self.largest < MIN_ITEMS
 

@@ -17,7 +17,7 @@ BOOL = bool_
 PRIMITIVES: dict[str, Primitive] = {}
 _EXACT, _PRODUCT, _SUM = Rounding.EXACT, Rounding.PRODUCT, Rounding.SUM
 # Traits of primitives that take several instructions, or longer than reading an item from memory.
-_COSTLY: dict[str, Any] = {"costly": True}
+_QUOTIENT: dict[str, Any] = {"costly": True, "rounding": Rounding.QUOTIENT}
 _SLOW: dict[str, Any] = {"costly": True, "weight": 1}
 
 
@@ -176,7 +176,7 @@ log: Apply = _row("log", np.log, _reciprocal(lambda x: x), **_SLOW)
 log1p: Apply = _row("log1p", np.log1p, _reciprocal(lambda x: add(x, like(x, 1))), **_SLOW)
 log2: Apply = _row("log2", np.log2, _reciprocal(lambda x: multiply(x, like(x, np.log(2)))), **_SLOW)
 log10: Apply = _row("log10", np.log10, _reciprocal(lambda x: multiply(x, like(x, np.log(10)))), **_SLOW)
-sqrt: Apply = _row("sqrt", np.sqrt, lambda g, n: (divide(multiply(g, like(g, 0.5)), n),), **_COSTLY)
+sqrt: Apply = _row("sqrt", np.sqrt, lambda g, n: (divide(multiply(g, like(g, 0.5)), n),), **_QUOTIENT)
 sin: Apply = _row("sin", np.sin, lambda g, n: (multiply(g, cos(n.inputs[0])),), **_SLOW)
 cos: Apply = _row("cos", np.cos, lambda g, n: (negative(multiply(g, sin(n.inputs[0]))),), **_SLOW)
 tan: Apply = _row("tan", np.tan, lambda g, n: (multiply(g, add(multiply(n, n), like(g, 1))),), **_SLOW)
@@ -272,7 +272,7 @@ multiply: Apply = _row(
     lambda g, n: (multiply(g, n.inputs[1]), multiply(g, n.inputs[0])),
     rounding=_PRODUCT,
 )
-divide: Apply = _row("divide", np.divide, lambda g, n: _divide_gradient(g, *n.inputs), **_COSTLY)
+divide: Apply = _row("divide", np.divide, lambda g, n: _divide_gradient(g, *n.inputs), **_QUOTIENT)
 floor_divide: Apply = _row("floor_divide", _floor_divide, lambda g, n: (None, None), **_SLOW)
 remainder: Apply = _row(
     "remainder", np.remainder, lambda g, n: (g, negative(multiply(g, floor(divide(*n.inputs))))), **_SLOW

@@ -62,6 +62,7 @@ class Rounding(Enum):
     EXACT = auto()  # not at all: nothing is rounded
     PRODUCT = auto()  # rounded to nearest, unless a sum after it makes it a fused multiply-add
     SUM = auto()  # rounded to nearest, unless a product before it makes it a fused multiply-add
+    QUOTIENT = auto()  # rounded to nearest on devices that say so, for real numbers
     VARIES = auto()  # they depend on the order of operations, or on a library's function
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -13,7 +13,7 @@ from penstock.graph.dtypes import HALF_PRECISION, DType, checked
 from penstock.graph.node import Array, Node, leaf, topological
 
 Constant = tuple[str, Any]  # the dtype and the bits of a constant
-Evaluator = Callable[[list[Array], dict[str, Any]], Array]
+Evaluator = Callable[[Sequence[Array], dict[str, Any]], Array]
 _HALVES = frozenset(dtype.numpy.type for dtype in HALF_PRECISION)
 
 
@@ -28,7 +28,7 @@ def evaluator(node: Node) -> Evaluator:
     reference, dtype = node.primitive.reference, np.dtype(node.dtype)
     widens = node.primitive.widens and any(np.dtype(x.dtype).type in _HALVES for x in node.inputs)
 
-    def evaluate(inputs: list[Array], attributes: dict[str, Any]) -> Array:
+    def evaluate(inputs: Sequence[Array], attributes: dict[str, Any]) -> Array:
         if widens:
             inputs = [x.astype(np.float32) if x.dtype.type in _HALVES else x for x in inputs]
         result = reference(*inputs, **attributes)
@@ -37,6 +37,14 @@ def evaluator(node: Node) -> Evaluator:
         return np.asarray(result).astype(dtype, copy=False)
 
     return evaluate
+
+
+def universal_function(node: Node) -> np.ufunc | None:
+    """The function of NumPy that computes a node's value, into given memory too; None if there is no such."""
+    reference, inputs = node.primitive.reference, [np.dtype(x.dtype) for x in node.inputs]
+    if not isinstance(reference, np.ufunc) or any(dtype.type in _HALVES for dtype in inputs):
+        return None
+    return reference if reference.resolve_dtypes((*inputs, None))[-1] == np.dtype(node.dtype) else None
 
 
 def by_parts(parts: Callable[..., Node], *arrays: Array) -> Array:

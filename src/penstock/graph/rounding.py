@@ -8,7 +8,7 @@ from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.node import Node, Rounding
 
 
-def is_exact(nodes: Iterable[Node], contracts: bool = True) -> bool:
+def is_exact(nodes: Iterable[Node], contracts: bool = True, rounds_quotients: bool = False) -> bool:
     """Whether every way of computing the pending nodes gives the same bits.
 
     A single addition or multiplication is rounded to nearest everywhere. But a device that `contracts` may
@@ -18,8 +18,12 @@ def is_exact(nodes: Iterable[Node], contracts: bool = True) -> bool:
     pending = [node for node in nodes if node.value is None]
     if any(_is_rounded_half(parent) for node in pending for parent in node.inputs):
         return False
-    floating = {node.primitive for node in pending if node.dtype.kind in "fc"}
-    inexact = {primitive.error for primitive in floating} - {Rounding.EXACT}
+    floating = {(node.primitive, node.dtype.kind) for node in pending if node.dtype.kind in "fc"}
+    inexact = {
+        primitive.error
+        for primitive, kind in floating
+        if not (primitive.error is Rounding.QUOTIENT and rounds_quotients and kind == "f")
+    } - {Rounding.EXACT}
     if not contracts:
         return inexact <= {Rounding.PRODUCT, Rounding.SUM}
     return inexact <= {Rounding.PRODUCT} or inexact <= {Rounding.SUM}

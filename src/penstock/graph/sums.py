@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import reduce
+from typing import NamedTuple
 
 from penstock.graph.contraction import MATMUL, matmul
 from penstock.graph.elementwise import PRIMITIVES, add
@@ -26,6 +27,19 @@ def join_sums(outputs: Sequence[Node]) -> list[Node]:
     return _Joining(outputs).outputs
 
 
+class _Terms(NamedTuple):
+    """What the terms of a sum have in common."""
+
+    number: int
+    padded: int | None  # the items of padded parts; None if there are other terms
+    row_sums: bool  # whether each is the sum of the rows of a matrix
+
+    def with_(self, other: _Terms) -> _Terms:
+        """Those of a sum of both."""
+        padded = None if self.padded is None or other.padded is None else self.padded + other.padded
+        return _Terms(self.number + other.number, padded, self.row_sums and other.row_sums)
+
+
 class _Joining:
     """Rewrites a graph."""
 
@@ -33,18 +47,40 @@ class _Joining:
         order = topological(outputs)
         self._uses = Counter(parent for node in order if node.value is None for parent in node.inputs)
         self._uses.update(outputs)
+        sums = (node for node in order if node.primitive is _ADD and node.value is None)
+        self._inner = {part for node in sums for part in node.inputs if _is_inner(part, self._uses)}
+        self._terms: dict[Node, _Terms] = {}  # of each sum
         self._new: dict[Node, Node] = {}
         self._columns: dict[tuple[Node, ...], Node] = {}  # matrices on top of one another, by what they are
+        self._heights: set[int] = set()  # how many matrices such columns have
         self._row_sums: dict[Node, Node] = {}  # the sums of the rows of such columns
         for node in order:
             self._new[node] = node if node.value is not None else self._rewritten(node)
         self.outputs = [self._new[node] for node in outputs]
 
     def _rewritten(self, node: Node) -> Node:
-        terms = _terms(node, self._uses) if node.primitive is _ADD else []
-        joined = self._joined(terms) if len(terms) > 1 else None
+        joined = self._joined(_terms(node, self._uses)) if self._may_be_joined(node) else None
         joined = joined or node.on(tuple(self._new[parent] for parent in node.inputs))
         return self._of_column(joined) if _sums_rows(joined) else joined
+
+    def _may_be_joined(self, node: Node) -> bool:
+        """Whether to look at all terms of a sum, which takes long for each of the sums inside of another.
+
+        What has products to join is joined as a whole.
+        """
+        if node.primitive is not _ADD:
+            return False
+        terms = self._terms[node] = reduce(_Terms.with_, map(self._terms_of, node.inputs))
+        covers = terms.padded == node.size
+        return node not in self._inner or covers or (terms.row_sums and terms.number in self._heights)
+
+    def _terms_of(self, node: Node) -> _Terms:
+        """Of a sum inside of another, or of a term."""
+        if node in self._inner:
+            return self._terms[node]
+        is_pad = node.primitive is PAD and node.value is None
+        row_sum = _sums_rows(node) and node.inputs[0].ndim == 2
+        return _Terms(1, node.inputs[0].size if is_pad else None, row_sum)
 
     def _joined(self, terms: Sequence[Node]) -> Node | None:
         """A sum with its terms joined; None where there is nothing to join."""
@@ -68,6 +104,7 @@ class _Joining:
         return reshape(self._column(matrices), (len(parts), *matrices[0].shape))
 
     def _column(self, matrices: list[Node]) -> Node:
+        self._heights.add(len(matrices))
         return self._columns.setdefault(tuple(matrices), concat(matrices, 0))
 
     def _sum_of_column(self, matrices: list[Node]) -> Node | None:
@@ -100,13 +137,18 @@ class _Joining:
         return matmul(permute(self._column(matrices), (1, 0)), concat(rights, 0))
 
 
+def _is_inner(term: Node, uses: Counter[Node]) -> bool:
+    """Whether a term of a sum is a sum that nothing else needs."""
+    return term.primitive is _ADD and term.value is None and uses[term] == 1
+
+
 def _terms(node: Node, uses: Counter[Node]) -> list[Node]:
     """What a sum adds up, through sums that nothing else needs."""
     terms: list[Node] = []
     stack = [node]
     while stack:
         term = stack.pop()
-        if term is node or (term.primitive is _ADD and term.value is None and uses[term] == 1):
+        if term is node or _is_inner(term, uses):
             stack += reversed(term.inputs)
         else:
             terms.append(term)

@@ -59,7 +59,8 @@ class KernelCache:
 
     def shared_lowering(self, group: Group) -> Lowering | None:
         """The lowering of a group of one operation, to kernels that programs with other shapes share."""
-        lowering = write(group, self._device.capabilities, digest(repr(group.structure)), varied=True)
+        ending = digest(repr(group.structure))
+        lowering = write(group, self._device.capabilities, ending, varied=True, shared=True)
         if lowering is None or lowering.function is not None:
             return lowering
         return replace(lowering, launches=tuple(map(self.sizes.shared, lowering.launches)))

@@ -95,15 +95,20 @@ def _has(dtype: str, capabilities: Capabilities) -> bool:
     return dtype in C_TYPES and (dtype != "float64" or capabilities.float64)
 
 
-def write(group: Group, capabilities: Capabilities, ending: str, varied: bool = False) -> Lowering | None:
+def write(
+    group: Group, capabilities: Capabilities, ending: str, varied: bool = False, shared: bool = False
+) -> Lowering | None:
     """The kernels of a group, with an ending for their names; None where the device has none.
 
-    `varied`: the kernels should also serve groups that differ in their shapes only.
+    `varied`: the kernels should also serve groups that differ in their shapes only. `shared`: there should be
+    as few as possible, however long they take.
     """
     if group.nodes[0].primitive.collective:
         return None  # it waits for other ranks, and must not hold the device's queue meanwhile
     if not capabilities.compiles:
         return _host(group, _name(group, ending))
+    if group.kind is GroupKind.MATMUL:
+        return _matmul(group, capabilities, ending, varied, shared)
     return _LOWERINGS[group.kind](group, capabilities, ending, varied)
 
 
@@ -113,7 +118,7 @@ def _loops(group: Group, capabilities: Capabilities, ending: str, varied: bool) 
     return one_launch(source, lowered.may_alias)
 
 
-def _matmul(group: Group, capabilities: Capabilities, ending: str, varied: bool) -> Lowering:
+def _matmul(group: Group, capabilities: Capabilities, ending: str, varied: bool, shared: bool) -> Lowering:
     product = next(node for node in group.nodes if node.primitive.kind is Kind.CONTRACTION)
     if product.primitive is LINEAR:
         return linear_group(group, product, capabilities, _name(group, ending))
@@ -121,7 +126,7 @@ def _matmul(group: Group, capabilities: Capabilities, ending: str, varied: bool)
         return packed_group(group, product, capabilities, _name(group, ending))
     if by_library(product, capabilities):
         return library_launch(group, product, capabilities, _name(group, ending))
-    return matmul_group(group, product, capabilities, _name(group, ending), varied)
+    return matmul_group(group, product, capabilities, _name(group, ending), varied, shared)
 
 
 def _template(group: Group, capabilities: Capabilities, ending: str, varied: bool) -> Lowering | None:
@@ -131,7 +136,6 @@ def _template(group: Group, capabilities: Capabilities, ending: str, varied: boo
 
 _LOWERINGS: dict[GroupKind, Callable[[Group, Capabilities, str, bool], Lowering | None]] = {
     **dict.fromkeys(LOOPS, _loops),
-    GroupKind.MATMUL: _matmul,
     GroupKind.CONVOLUTION: lambda group, can, ending, varied: convolution_kernels(group, can, ending),
     GroupKind.ATTENTION: lambda group, can, ending, varied: attention_kernels(group, ending),
     GroupKind.PAGED: lambda group, can, ending, varied: paged_group(group, can).named(ending),

@@ -31,9 +31,9 @@ from penstock.kernels.templates.packed_tiles import Epilogues, tensor_packed
 
 
 def matmul_group(
-    group: Group, product: Node, capabilities: Capabilities, name: str, varied: bool
+    group: Group, product: Node, capabilities: Capabilities, name: str, varied: bool, shared: bool
 ) -> Lowering:
-    """The kernel of a matmul group; `varied`: a kernel for many sizes."""
+    """The kernel of a matmul group; `varied`: a kernel for many sizes; `shared`: one of few for all sizes."""
     vectors = capabilities.vector_width > 1
     epilogue = _Epilogue(group, product, vectors)
     kernel = epilogue.kernel
@@ -47,6 +47,7 @@ def matmul_group(
         left=sides[0][1],
         right=sides[1][1],
         varied=varied,
+        shared=shared,
     )
     width = epilogue.possible(LANES if vectors else gpu_width(problem, capabilities, kernel.outputs))
     build = cpu_matmul if vectors else gpu_matmul

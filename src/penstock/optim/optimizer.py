@@ -32,6 +32,7 @@ from penstock.tensor.capture import capture
 from penstock.tensor.core import Tensor, from_numpy, outside_capture, realize_together
 from penstock.tensor.dtypes import float32
 from penstock.tensor.gathering import full_gathered, gather, gathered, gathered_as, reading, realize_fitting
+from penstock.tensor.keeping import release
 from penstock.tensor.leaves import ends_at, sources_of
 from penstock.tensor.manipulation import astype, concat, reshape
 from penstock.tensor.recording import no_grad, recorded_once
@@ -222,6 +223,7 @@ class Optimizer:
             self._repeat_step(tensors)
             # Cohorts may have added tensors.
             realize_together([*self._all(), *sources], repeated=True, replaced=step.replaced())
+            release(self._device)
         except BaseException as error:
             step.undo(error)
             raise

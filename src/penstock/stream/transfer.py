@@ -177,10 +177,14 @@ class Transfers:
         host, usage = buffer.memory.host, buffer.usage
         if host is None or usage.writer or self._stream.unavailable:
             return None
-        if usage.event is not None:
-            if not self._driver.is_done(usage.event):
+        event = usage.event
+        if event is not None:
+            if not self._driver.is_done(event):
                 return None
-            self._stream.check([usage.own_event])
+            with self._stream.lock:
+                self._stream.check([usage.own_event])
+                if usage.event is event:  # no other thread has recorded a command since
+                    usage.forget()
         return np.ndarray(shape, dtype, host, buffer.offset)
 
     def filled(self, buffer: Buffer, array: npt.NDArray[Any]) -> bool:

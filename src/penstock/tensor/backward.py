@@ -25,7 +25,7 @@ from penstock.tensor.recording import recorded_once
 
 _SMALL_BYTES = 1 << 20  # of a value that costs little to keep
 # The subgraph of gradients, the positions of its inputs in the graph, and which leaves have a gradient.
-_Known = tuple[Subgraph, list[int], list[bool]]
+Gradients = tuple[Subgraph, list[int], list[bool]]
 
 
 def backward(self: Tensor, gradient: Tensor | None = None) -> None:
@@ -97,8 +97,7 @@ def _refuse(refusing: Sequence[Node], parts: Sequence[Node | None]) -> None:
 
 def _repeated(history: list[Node], leaves: Sequence[Node], device: Device) -> list[Node | None]:
     """The gradients of the last node with respect to the leaves; those of an equal graph are reused."""
-    key = _key(history, leaves)
-    known = None if key is None else recorded_once(device, key, lambda: _recorded(history, leaves, device))
+    known = recorded_gradients(history, leaves, device)
     if known is None:
         return _stopped(gradients(history[-1], None, leaves))
     subgraph, taken, present = known
@@ -106,12 +105,18 @@ def _repeated(history: list[Node], leaves: Sequence[Node], device: Device) -> li
     return [next(results) if there else None for there in present]
 
 
+def recorded_gradients(history: list[Node], leaves: Sequence[Node], device: Device) -> Gradients | None:
+    """The gradients of the last node of a graph with respect to the leaves; None if they cannot be reused."""
+    key = _key(history, leaves)
+    return None if key is None else recorded_once(device, key, lambda: _recorded(history, leaves, device))
+
+
 def _stopped(parts: Sequence[Node | None]) -> list[Node | None]:
     """Gradients through which no gradient passes, as none passes through a call either."""
     return [None if part is None else elementwise.stop(part) for part in parts]
 
 
-def _recorded(history: list[Node], leaves: Sequence[Node], device: Device) -> _Known | None:
+def _recorded(history: list[Node], leaves: Sequence[Node], device: Device) -> Gradients | None:
     """The subgraph of the gradients; None if it cannot be reused."""
     parts = gradients(history[-1], None, leaves)
     outputs = decompose([part for part in parts if part is not None], device.capabilities)

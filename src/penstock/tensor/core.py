@@ -217,7 +217,9 @@ class Tensor(Operators, Methods):
         return device.in_background(build)
 
     def _download(self) -> Future[npt.NDArray[Any]]:
-        self._realize()
+        from penstock.tensor.keeping import realize_to_read
+
+        realize_to_read(self)
         return self.device.download(self._node.value, self.dtype, self.shape)
 
     def item(self) -> Any:

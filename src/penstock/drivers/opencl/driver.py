@@ -55,6 +55,7 @@ _RW = cl.mem_flags.READ_WRITE
 _SVM = cl.svm_mem_flags.READ_WRITE | cl.svm_mem_flags.SVM_FINE_GRAIN_BUFFER
 _PROFILE = cl.profiling_info
 _CLOCK_SECONDS = 1.0  # how long the measured offset of the device's clock is used
+_ROUND_QUOTIENTS = "-cl-fp32-correctly-rounded-divide-sqrt"
 _STATUS = cl.event_info.COMMAND_EXECUTION_STATUS
 _READ, _READ_WRITE = cl.map_flags.READ, cl.map_flags.READ | cl.map_flags.WRITE
 # Typed as Any: their stubs require keywords, which would cost a third of a microsecond for every launch.
@@ -102,7 +103,6 @@ class OpenCLDriver(Driver):
         self._maps = cl.CommandQueue(self._context)  # always idle, so that a map waits for nothing else
         self._clock: _Clock | None = None  # while commands are timed
         self._open_queues(timed=False)
-        self._rounds = bool(device.single_fp_config & cl.device_fp_config.CORRECTLY_ROUNDED_DIVIDE_SQRT)
         self._version = (device.platform.name, device.version, device.driver_version, device.name)
         self._cache = pocl.cache() if device.platform.name == pocl.PLATFORM else None
         self._copies: deque[Event] = deque()  # kept until done, because PyOpenCL's destructor waits for them
@@ -211,7 +211,7 @@ class OpenCLDriver(Driver):
     @property
     def _options(self) -> list[str]:
         """The options for the compiler: no warnings, and quotients and roots that are rounded correctly."""
-        return ["-w", *(["-cl-fp32-correctly-rounded-divide-sqrt"] if self._rounds else [])]
+        return ["-w", *([_ROUND_QUOTIENTS] if self.capabilities.rounds_quotients else [])]
 
     def _build(self, program: cl.Program) -> cl.Program:
         with warnings.catch_warnings():
@@ -426,6 +426,7 @@ def opencl_capabilities(device: cl.Device, memory: MemoryKind | None = None) -> 
         float16="cl_khr_fp16" in extensions,
         float64="cl_khr_fp64" in extensions,
         max_buffers=_most_buffers(device),
+        rounds_quotients=bool(device.single_fp_config & cl.device_fp_config.CORRECTLY_ROUNDED_DIVIDE_SQRT),
         offloads=kind != "cpu" and (memory or best_memory_kind(device)) == "device",
     )
 

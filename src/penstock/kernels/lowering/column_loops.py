@@ -131,10 +131,10 @@ class ColumnLoops(LoopNest):
         return self.lowered()
 
     def _new_arrays(self) -> None:
-        """Local memory for a block of each reduction's results."""
+        """Local memory for the largest block of each reduction's results: so kernels differ in sizes only."""
         self._arrays = {node: self.emitter.name("sums") for node in self._reductions}
         self.emitter.kernel.arrays += [
-            ir.LocalArray(name, computed_dtype(node), self._width) for node, name in self._arrays.items()
+            ir.LocalArray(name, computed_dtype(node), _BLOCK) for node, name in self._arrays.items()
         ]
 
     def _each_column(self, body: Callable[[], None]) -> list[ir.Statement]:

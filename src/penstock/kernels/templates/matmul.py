@@ -62,3 +62,4 @@ class Problem:
     left: Matrix
     right: Matrix
     varied: bool = False  # a kernel for many sizes, rather than the best for this size
+    shared: bool = False  # one of the few kernels for all sizes

@@ -21,6 +21,7 @@ from penstock.kernels.source import KernelSource
 from penstock.kernels.templates.matmul import BATCH, Epilogue, Problem, offset
 from penstock.kernels.templates.matmul_micro import finish_row, micro_kernel, minimum, share
 from penstock.kernels.templates.matmul_panels import panel_matmul
+from penstock.kernels.templates.matmul_shared import serves, shared_matmul
 from penstock.kernels.templates.matmul_tiling import LANES, Tiling, reads_windows, tiling
 
 _CHAINS = 4  # independent sums in a product of few rows or columns, so that none waits for another
@@ -35,7 +36,10 @@ def cpu_matmul(
         return panel_matmul(k, problem, capabilities, epilogue, width)
     if _is_thin(problem):
         return _thin(k, problem, capabilities, epilogue)
-    return _TiledProduct(k, problem, tiling(problem, capabilities), epilogue, width).build()
+    plan = tiling(problem, capabilities)
+    if problem.shared and width > 1 and serves(problem):
+        return shared_matmul(k, problem, plan, capabilities, epilogue)
+    return _TiledProduct(k, problem, plan, epilogue, width).build()
 
 
 @dataclass(frozen=True)
