@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from penstock.graph.dtypes import DType
 from penstock.graph.node import leaf
-from penstock.graph.paged_attention import reads_pages
+from penstock.graph.paged_attention import on_tensor_cores, reads_pages
 from penstock.models.attending import PagedAttention
 from penstock.models.programs import Bucket, Programs, bucket, covering
 from penstock.models.sampling import Needs, Sampling, needs_of, numbers_of, sample
@@ -81,9 +81,14 @@ class Decoder:
         self._shapes = model.cache_shapes
         # Up to so many positions, keys are those of every sequence with the same tokens.
         self.steady = min((shape.steady or model.context for shape in self._shapes), default=0)
-        # Whether prompts read of their pages what they attend to alone; on CPUs, also when they start.
-        self._wide = reads_pages(weight.dtype, self.device.capabilities)
-        self._from_pages = self._wide and self.device.capabilities.vector_width > 1
+        # Whether prompts read of their pages what they attend to alone; on CPUs and tensor cores, also when
+        # they start.
+        can = self.device.capabilities
+        given = [(weight.dtype, shape.head_size, can) for shape in self._shapes]
+        self._wide = all(reads_pages(*each) for each in given)
+        self._from_pages = self._wide and (
+            can.vector_width > 1 or all(on_tensor_cores(*each) for each in given)
+        )
         self._caches = [self._empty((1,), weight.dtype) for _ in self._shapes]
         self._state = self._empty((slots, 2), int32)  # of each slot: its last token, and the positions before
         # The last tokens of each slot, by their positions modulo `RECENT`, in memory that the host sees where
