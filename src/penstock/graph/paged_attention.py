@@ -70,12 +70,15 @@ def _reference(
     keys, values = (
         pages[side][table].transpose(0, 2, 1, 3, 4).reshape(rows, key_heads, -1, size) for side in range(2)
     )
+    places = np.arange(keys.shape[2])
+    # What lies after the last position may be anything, such as a NaN of another sequence.
+    written = (places <= positions.max(axis=1, keepdims=True))[:, np.newaxis, :, np.newaxis]
+    keys, values = (np.where(written, side, np.zeros((), side.dtype)) for side in (keys, values))
     grouped = query.reshape(rows, length, key_heads, -1, size).transpose(0, 2, 3, 1, 4)
     scores = np.matmul(grouped, keys[:, :, np.newaxis].swapaxes(-1, -2)) * np.asarray(scale, query.dtype)
     if softcap:
         scores = np.tanh(scores / softcap) * np.asarray(softcap, query.dtype)
     last = positions[:, np.newaxis, np.newaxis, :, np.newaxis]
-    places = np.arange(keys.shape[2])
     seen = (places <= last) & (places > last - window) if window else places <= last
     scores = np.where(seen, scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))

@@ -30,7 +30,7 @@ from penstock.tensor.assigning import with_rows
 from penstock.tensor.core import Tensor, from_numpy, resolve
 from penstock.tensor.creation import arange, ones, zeros
 from penstock.tensor.dtypes import bool_, float32, int32, uint32
-from penstock.tensor.gathering import full_gathered
+from penstock.tensor.gathering import empty_gathered
 from penstock.tensor.indexing import looked_up
 from penstock.tensor.jit import jit
 from penstock.tensor.manipulation import astype, reshape
@@ -48,6 +48,7 @@ PAGE = 16  # positions of a page
 RECENT = 8  # positions of a sequence, the last, whose tokens the host can read
 _COUNTERS = 128  # for each sequence, with which kernels count workgroups: as many as it has heads, or fewer
 _SHORTEST = 16  # the smallest bucket of new tokens
+_CONTROL = 8  # numbers of each row of a step of prompts, of which 5 are used: the table after them is aligned
 # The smallest tables of pages. Those of prompts that continue are small where all of their pages are read;
 # otherwise, a wide table costs nothing but its own memory. Larger tables are powers of 4 of these.
 _TIGHT, _WIDE = 4, 128
@@ -120,9 +121,9 @@ class Decoder:
         return zeros(shape, dtype=dtype, device=self.device)
 
     def begin(self) -> None:
-        """Allocate the pages, of all layers together."""
+        """Allocate the pages, of all layers together. Nothing is read of them before it is written."""
         shapes = [(2, self.pages, shape.heads, PAGE, shape.head_size) for shape in self._shapes]
-        pages = full_gathered(shapes, 0, [self._dtype] * len(shapes), self.device)
+        pages = empty_gathered(shapes, [self._dtype] * len(shapes), self.device)
         for cache, new in zip(self._caches, pages, strict=True):
             cache._become(new._node)
         mail = np.zeros((self.slots, RECENT), np.int32)
@@ -171,7 +172,8 @@ class Decoder:
         rows = bucket(len(parts), 1, self.slots)
         wanted = Bucket(rows, length, width, fresh, self._needs_of(sequences))
         taken, program = self.programs.take(wanted)
-        ids, control, table = self._arrays(taken)
+        (given,) = self._arrays(taken)
+        ids, control, table = _parted(given, taken.length)
         complete: list[TokenSequence | None] = []
         places: list[int] = []
         for row, (sequence, count) in enumerate(parts):
@@ -179,12 +181,12 @@ class Decoder:
             first = sequence.origin + start
             ids[row, :count] = sequence.ids[first : first + count]
             ends = start + count == sequence.target
-            control[row] = sequence.slot, start, count, sequence.first, ends
+            control[row, :5] = sequence.slot, start, count, sequence.first, ends
             complete.append(sequence if ends else None)
             places.append(_place(sequence.slot, start + count))
         self._fill(table, sequences)
         sampling = self._sampling(sequences, taken.rows)
-        return self._step(complete, places, self._run(program, ids, control, table, *sampling))
+        return self._step(complete, places, self._run(program, given, *sampling))
 
     def tokens(self, sequences: list[TokenSequence]) -> Step:
         """Append the token of the last step to each of these sequences; the next token of each.
@@ -221,12 +223,11 @@ class Decoder:
 
     def _arrays(self, taken: Bucket) -> tuple[npt.NDArray[np.int32], ...]:
         """What a step is given, before it has any sequence."""
-        table = np.zeros((taken.rows, taken.width), np.int32)
         if not taken.length:
-            return np.full(taken.rows, -1, np.int32), table
-        control = np.zeros((taken.rows, 5), np.int32)
-        control[:, 0] = -1
-        return np.zeros((taken.rows, taken.length), np.int32), control, table
+            return np.full(taken.rows, -1, np.int32), np.zeros((taken.rows, taken.width), np.int32)
+        given = np.zeros((taken.rows, taken.length + _CONTROL + taken.width), np.int32)
+        _parted(given, taken.length)[1][:, 0] = -1
+        return (given,)
 
     def _width(self, sequences: Sequence[TokenSequence], least: int) -> int:
         """The bucket of pages of these sequences."""
@@ -248,7 +249,7 @@ class Decoder:
             settings = [sequence.setting for sequence in sequences]
             more = rows - len(settings)
             self._needs = needs_of(settings)
-            self._numbers = from_numpy(numbers_of([*settings, *[Sampling()] * more]), self.device)
+            self._numbers = self._kept("numbers", numbers_of([*settings, *[Sampling()] * more]))
             seeds = [*(sequence.seed for sequence in sequences), *[np.zeros(2, np.uint32)] * more]
             self._seeds = from_numpy(np.stack(seeds), self.device)
             self._batch = list(sequences)
@@ -291,7 +292,8 @@ class Decoder:
 
     def _program(self, chosen: Bucket) -> Any:
         if chosen.length:
-            return _jitted(self._take_prompts, fresh=chosen.fresh, needs=chosen.needs)
+            fixed = {"length": chosen.length, "fresh": chosen.fresh, "needs": chosen.needs}
+            return _jitted(self._take_prompts, **fixed)
         return _jitted(self._take_token, needs=chosen.needs)
 
     def _compiling(self, program: Any, chosen: Bucket) -> Callable[[], None]:
@@ -307,19 +309,12 @@ class Decoder:
     # What the programs compute
 
     def _take_prompts(
-        self,
-        ids: Tensor,
-        control: Tensor,
-        table: Tensor,
-        numbers: Tensor,
-        seeds: Tensor,
-        *,
-        fresh: bool,
-        needs: Needs,
+        self, given: Tensor, numbers: Tensor, seeds: Tensor, *, length: int, fresh: bool, needs: Needs
     ) -> Others:
         """A part of the prompts; sequences whose prompt it completes get a token."""
+        ids, control, table = _parted(given, length)
         slots, starts, counts, firsts, ends = (control[:, k] for k in range(5))
-        rows, length = ids.shape
+        rows = ids.shape[0]
         attention = PagedAttention(self._caches, table, starts, counts, firsts, length, fresh, self.context)
         features = self._network.run(ids, attention)
         flat = reshape(features, (rows * length, features.shape[-1]))
@@ -392,6 +387,11 @@ class Decoder:
         """Note all tokens of a sequence."""
         shape = (self.slots, self._vocab_size)
         self._seen._rebind(reshape(with_rows(reshape(self._seen, shape), slot, row), self._seen.shape))
+
+
+def _parted(given: Any, length: int) -> tuple[Any, ...]:
+    """The parts of what a step of prompts is given: ids, the numbers of each row, and the table of pages."""
+    return given[:, :length], given[:, length : length + _CONTROL], given[:, length + _CONTROL :]
 
 
 def _place(slot: int, position: int) -> int:
