@@ -16,6 +16,7 @@ from penstock.models.programs import bucket
 from penstock.models.sequences import Piece, TokenSequence
 
 _AHEAD = 2  # steps that are submitted before the one before them is read: fewer than `RECENT`
+_PATIENCE = 16  # steps of tokens that a prompt waits for others, at most
 CHUNK, CPU_CHUNK = 2048, 512  # tokens of a step of prompts: on a GPU, and elsewhere
 
 
@@ -38,7 +39,8 @@ class Scheduler:
     ) -> None:
         """`give` is called with each piece as soon as it is known.
 
-        Prompts and tokens take turns, unless `prompts_first`: then all of a batch start together.
+        Prompts wait for each other while tokens are computed, as a step of prompts takes about as long as
+        one of tokens, however few they are; unless `prompts_first`: then all of a batch start together.
         """
         self.decoder, self.pages, self.counts = decoder, Pages(decoder.pages), Counts()
         self.waiting: deque[TokenSequence] = deque()
@@ -49,7 +51,7 @@ class Scheduler:
         self._pending: deque[Step] = deque()  # steps on their way
         self._arrivals = 0
         self._prompts_first = prompts_first
-        self._prompts_last = False  # whether the last step took prompts
+        self._waited, self._idle = 0, 0  # steps of tokens since the last prompts, and slots idle in these
         # Tokens that a step takes at most of a prompt, and of all prompts with padding.
         self.most_tokens = CHUNK if decoder.device.capabilities.kind == "gpu" else min(CHUNK, CPU_CHUNK)
 
@@ -90,16 +92,25 @@ class Scheduler:
 
     def _next(self) -> Step | None:
         """The next step, of prompts or of tokens."""
-        prompts = [sequence for sequence in self.running if sequence.computed < sequence.target]
-        if not prompts or (self._prompts_last and not self._prompts_first):
-            self._prompts_last = False
+        prompts = self._prompts()
+        if not prompts or self._wait_for_more(len(prompts)):
             if going := self._going():
+                self._waited += 1
+                self._idle += len(prompts)
                 return self.decoder.tokens(going)
-            prompts = [sequence for sequence in self.running if sequence.computed < sequence.target]
+            prompts = self._prompts()
         if not prompts:
             return None
-        self._prompts_last = True
+        self._waited = self._idle = 0
         return self._take_prompts(prompts)
+
+    def _prompts(self) -> list[TokenSequence]:
+        return [sequence for sequence in self.running if sequence.computed < sequence.target]
+
+    def _wait_for_more(self, prompts: int) -> bool:
+        """Whether a step of prompts costs the other sequences more than it cost these to wait so far."""
+        others = len(self.running) - prompts
+        return not self._prompts_first and self._waited < _PATIENCE and self._idle < others
 
     # Joining and leaving
 
