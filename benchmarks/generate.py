@@ -35,6 +35,7 @@ from penstock.tensor.core import resolve
 from torch_llama import Peer, Run
 
 COPIES = 8  # in a row, so that starting them takes no time of theirs
+WARM = 3  # rounds that do not count: the first builds programs, the second CUDA's graphs of them
 LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "vocab_size": 128256}
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -235,10 +236,10 @@ def in_turn(
 ) -> tuple[Run, float, Run | None]:
     """The medians of ours, with the host's seconds of a step, and of the peer."""
     runs, hosts, theirs = [], [], []
-    for turn in range(1 + chosen.rounds):
+    for turn in range(WARM + chosen.rounds):
         run, host = measured(model, ids, chosen.tokens)
         other = None if peer is None else peer()
-        if turn:  # the first builds the programs
+        if turn >= WARM:
             runs.append(run)
             hosts.append(host)
             theirs += [] if other is None else [other]

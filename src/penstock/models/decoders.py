@@ -48,7 +48,7 @@ PAGE = 16  # positions of a page
 RECENT = 8  # positions of a sequence, the last, whose tokens the host can read
 _COUNTERS = 128  # for each sequence, with which kernels count workgroups: as many as it has heads, or fewer
 _SHORTEST = 16  # the smallest bucket of new tokens
-_CONTROL = 8  # numbers of each row of a step of prompts, of which 5 are used: the table after them is aligned
+_CONTROL = 7  # numbers of each row of a step of prompts
 # The smallest tables of pages. Those of prompts that continue are small where all of their pages are read;
 # otherwise, a wide table costs nothing but its own memory. Larger tables are powers of 4 of these.
 _TIGHT, _WIDE = 4, 128
@@ -126,16 +126,16 @@ class Decoder:
         pages = empty_gathered(shapes, [self._dtype] * len(shapes), self.device)
         for cache, new in zip(self._caches, pages, strict=True):
             cache._become(new._node)
-        mail = np.zeros((self.slots, RECENT), np.int32)
-        buffer = self.device.upload(mail, into=self.device.visible(mail.nbytes))
-        self._mail._become(leaf(buffer, mail.shape, int32))
+        if self._mail._node.value is None:
+            mail = np.zeros((self.slots, RECENT), np.int32)
+            buffer = self.device.upload(mail, into=self.device.visible(mail.nbytes))
+            self._mail._become(leaf(buffer, mail.shape, int32))
 
     def release(self) -> None:
         """Give the memory of the pages back; the programs stay."""
         for tensor in (*self._caches, self._seen):
             tensor._become(self._empty((1,), tensor.dtype)._node)
         self._batch = self._again = None
-        self._last.clear()
 
     # Steps
 
@@ -181,12 +181,12 @@ class Decoder:
             first = sequence.origin + start
             ids[row, :count] = sequence.ids[first : first + count]
             ends = start + count == sequence.target
-            control[row, :5] = sequence.slot, start, count, sequence.first, ends
+            control[row] = sequence.slot, start, count, sequence.first, ends, *sequence.seed.view(np.int32)
             complete.append(sequence if ends else None)
             places.append(_place(sequence.slot, start + count))
         self._fill(table, sequences)
-        sampling = self._sampling(sequences, taken.rows)
-        return self._step(complete, places, self._run(program, given, *sampling))
+        numbers = self._kept("numbers", _settings(sequences, taken.rows))
+        return self._step(complete, places, self._run(program, self._replaced("prompts", given), numbers))
 
     def tokens(self, sequences: list[TokenSequence]) -> Step:
         """Append the token of the last step to each of these sequences; the next token of each.
@@ -246,10 +246,9 @@ class Decoder:
     def _sampling(self, sequences: list[TokenSequence], rows: int) -> tuple[Tensor, Tensor]:
         """The settings and seeds of these sequences on the device."""
         if sequences != self._batch or self._seeds.shape[0] != rows:
-            settings = [sequence.setting for sequence in sequences]
-            more = rows - len(settings)
-            self._needs = needs_of(settings)
-            self._numbers = self._kept("numbers", numbers_of([*settings, *[Sampling()] * more]))
+            self._needs = needs_of([sequence.setting for sequence in sequences])
+            self._numbers = self._kept("numbers", _settings(sequences, rows))
+            more = rows - len(sequences)
             seeds = [*(sequence.seed for sequence in sequences), *[np.zeros(2, np.uint32)] * more]
             self._seeds = from_numpy(np.stack(seeds), self.device)
             self._batch = list(sequences)
@@ -261,6 +260,17 @@ class Decoder:
         if last is None or not np.array_equal(last[0], array):
             last = self._last[name] = (array, from_numpy(array, self.device))
         return last[1]
+
+    def _replaced(self, name: str, array: npt.NDArray[Any]) -> Tensor:
+        """An array on the device, in the place of the last of its shape: so programs find it where it was."""
+        last = self._last.get(name)
+        if last is None or last[0].shape != array.shape:
+            return self._kept(name, array)
+        made = Tensor(
+            leaf(self.device.upload(array, into=last[1]._node.value), array.shape, int32), self.device
+        )
+        self._last[name] = (array, made)
+        return made
 
     def _run(self, program: Any, *arrays: Any) -> Any:
         given = [array if isinstance(array, Tensor) else from_numpy(array, self.device) for array in arrays]
@@ -286,8 +296,9 @@ class Decoder:
         """Build a program that may take the steps of others, and run it for no sequence."""
         self._again = None
         self._have_seen()
-        sampling = self._sampling([], chosen.rows)
-        self._run(self.programs.cover(chosen), *self._arrays(chosen), *sampling)
+        numbers, seeds = self._sampling([], chosen.rows)
+        given = [*self._arrays(chosen), numbers, *([] if chosen.length else [seeds])]
+        self._run(self.programs.cover(chosen), *given)
         self._mailed().wait()
 
     def _program(self, chosen: Bucket) -> Any:
@@ -299,21 +310,22 @@ class Decoder:
     def _compiling(self, program: Any, chosen: Bucket) -> Callable[[], None]:
         """What compiles the kernels of a program, in any thread."""
         given = [self._empty(array.shape, int32) for array in self._arrays(chosen)]
-        numbers = self._empty(numbers_of([Sampling()] * chosen.rows).shape, float32)
+        given.append(self._empty(_settings([], chosen.rows).shape, float32))
+        if not chosen.length:
+            given.append(self._empty((chosen.rows, 2), uint32))
         with no_grad(), evaluating():
-            compiles: Callable[[], None] = program.compiling(
-                *given, numbers, self._empty((chosen.rows, 2), uint32)
-            )
+            compiles: Callable[[], None] = program.compiling(*given)
         return compiles
 
     # What the programs compute
 
     def _take_prompts(
-        self, given: Tensor, numbers: Tensor, seeds: Tensor, *, length: int, fresh: bool, needs: Needs
+        self, given: Tensor, numbers: Tensor, *, length: int, fresh: bool, needs: Needs
     ) -> Others:
         """A part of the prompts; sequences whose prompt it completes get a token."""
         ids, control, table = _parted(given, length)
         slots, starts, counts, firsts, ends = (control[:, k] for k in range(5))
+        seeds = astype(control[:, 5:], uint32)
         rows = ids.shape[0]
         attention = PagedAttention(self._caches, table, starts, counts, firsts, length, fresh, self.context)
         features = self._network.run(ids, attention)
@@ -392,6 +404,12 @@ class Decoder:
 def _parted(given: Any, length: int) -> tuple[Any, ...]:
     """The parts of what a step of prompts is given: ids, the numbers of each row, and the table of pages."""
     return given[:, :length], given[:, length : length + _CONTROL], given[:, length + _CONTROL :]
+
+
+def _settings(sequences: Sequence[TokenSequence], rows: int) -> npt.NDArray[Any]:
+    """The settings of sequences, for so many rows."""
+    settings = [sequence.setting for sequence in sequences]
+    return numbers_of([*settings, *[Sampling()] * (rows - len(settings))])
 
 
 def _place(slot: int, position: int) -> int:

@@ -118,10 +118,10 @@ class Scheduler:
         while self.waiting and self._slots:
             sequence = self.waiting[0]
             target = len(sequence.tokens)
-            prefix = self._prefix(sequence)[: (target - 1) // PAGE]  # the last token is always computed
-            if self._is_coming(prefix):
+            known, coming = self._known(sequence, (target - 1) // PAGE)  # the last token is always computed
+            if coming:
                 return
-            shared = self.pages.share(prefix)
+            shared = self.pages.share(known)
             more = pages_of(min(target + 1, self.decoder.context)) - len(shared)
             if self.pages.available < more + sum(map(self._may_grow, self.running)):
                 self.pages.give_back(shared)
@@ -141,14 +141,24 @@ class Scheduler:
         most = len(sequence.ids) - sequence.origin + sequence.max_tokens - sequence.asked
         return len(sequence.pages) < pages_of(min(most, self.decoder.context))
 
-    def _is_coming(self, prefix: list[bytes]) -> bool:
-        """Whether the next page of a prompt is one that another prompt will soon have computed."""
-        digest = next((digest for digest in prefix if not self.pages.knows(digest)), None)
-        return digest is not None and any(
-            digest in self._prefix(sequence)[: sequence.target // PAGE]
-            for sequence in self.running
-            if sequence.computed < sequence.target
+    def _known(self, sequence: TokenSequence, most: int) -> tuple[list[bytes], bool]:
+        """The digests of its first pages that are known, and whether a prompt will soon have the next one.
+
+        Of up to `most` pages; no more digests are computed than it takes.
+        """
+        known: list[bytes] = []
+        while (digest := self._digest(sequence, len(known), most)) and self.pages.knows(digest):
+            known.append(digest)
+        at = len(known)
+        others = (other for other in self.running if other.computed < other.target)
+        return known, digest is not None and any(
+            self._digest(other, at, other.target // PAGE) == digest for other in others
         )
+
+    def _digest(self, sequence: TokenSequence, page: int, most: int) -> bytes | None:
+        """That of one of the first `most` pages, if it can be shared."""
+        digests = self._prefix(sequence, page + 1)[page:] if page < most else []
+        return digests[0] if digests else None
 
     def _leave(self, sequence: TokenSequence) -> None:
         self.running.remove(sequence)
@@ -249,12 +259,12 @@ class Scheduler:
         """Let others share the pages that are full."""
         known = min(sequence.computed, len(sequence.ids) - sequence.origin) // PAGE
         if known > sequence.published:
-            prefix = self._prefix(sequence)[sequence.published : known]
+            prefix = self._prefix(sequence, known)[sequence.published :]
             for page, digest in zip(sequence.pages[sequence.published : known], prefix, strict=False):
                 self.pages.publish(page, digest)
             sequence.published = known
 
-    def _prefix(self, sequence: TokenSequence) -> list[bytes]:
-        """The digests of pages that can be shared."""
+    def _prefix(self, sequence: TokenSequence, count: int) -> list[bytes]:
+        """The digests of the pages that can be shared, of the first `count`."""
         steady = self.decoder.steady
-        return sequence.digests(PAGE)[: steady // PAGE] if sequence.first <= steady else []
+        return sequence.digests(PAGE, min(count, steady // PAGE)) if sequence.first <= steady else []

@@ -99,11 +99,12 @@ class TokenSequence:
         """The tokens that are attended to."""
         return self.ids[self.origin :]
 
-    def digests(self, size: int) -> list[bytes]:
-        """Those of its full pages."""
-        if (len(self._digests) + 1) * size <= len(self.ids) - self.origin:
-            self._digests = digests(self.tokens, size, self._digests)
-        return self._digests
+    def digests(self, size: int, count: int) -> list[bytes]:
+        """Those of its first `count` pages, or of as many as are full."""
+        if len(self._digests) < min(count, (len(self.ids) - self.origin) // size):
+            tokens = self.ids[self.origin : self.origin + count * size]
+            self._digests = digests(tokens, size, self._digests)
+        return self._digests[:count]
 
     def push(self, token: int, logprob: float | None = None, top: Sequence[tuple[int, float]] = ()) -> Piece:
         """The piece of a further token, given what was computed for it; it has what was asked for."""
