@@ -19,7 +19,7 @@ from penstock.graph.dtypes import DType
 from penstock.graph.node import leaf
 from penstock.graph.paged_attention import on_tensor_cores, reads_pages
 from penstock.models.attending import PagedAttention
-from penstock.models.programs import Bucket, Programs, bucket, covering
+from penstock.models.programs import Bucket, Programs, bucket, covering, jitted, weakly
 from penstock.models.sampling import Needs, Sampling, needs_of, numbers_of, sample
 from penstock.models.sequences import TokenSequence
 from penstock.nn.module import evaluating
@@ -32,7 +32,6 @@ from penstock.tensor.creation import arange, ones, zeros
 from penstock.tensor.dtypes import bool_, float32, int32, uint32
 from penstock.tensor.gathering import empty_gathered
 from penstock.tensor.indexing import looked_up
-from penstock.tensor.jit import jit
 from penstock.tensor.manipulation import astype, reshape
 from penstock.tensor.recording import no_grad
 from penstock.tensor.reduction import max as max_
@@ -71,6 +70,15 @@ class Step(NamedTuple):
     top_logprobs: Future[npt.NDArray[Any]] | None = None
 
 
+class _Again(NamedTuple):
+    """A step of tokens that may be repeated: its rows, some of which have no sequence any more."""
+
+    rows: Sequence[TokenSequence | None]
+    taken: Bucket
+    repeated: Repeated
+    paged: bool = False  # whether a sequence has got a page since
+
+
 class Decoder:
     """Memory for `pages` pages of keys and values, for up to `slots` sequences at a time."""
 
@@ -100,10 +108,9 @@ class Decoder:
         self._batch: list[TokenSequence] | None = None  # the sequences of the last step, and their settings
         self._numbers, self._seeds, self._needs = self._state, self._state, Needs()
         self._pages_of_slots = np.zeros((slots, pages_of(model.context)), np.int32)
-        self.programs = Programs(_weakly(self._program), _weakly(self._compiling))
-        self._see = _jitted(self._see_row)
-        # The last step, for which sequences it was, if that was of tokens and all of them is as it was.
-        self._again: tuple[list[TokenSequence], Repeated] | None = None
+        self.programs = Programs(weakly(self._program), weakly(self._compiling))
+        self._see = jitted(self._see_row)
+        self._again: _Again | None = None  # the last step, if that was of tokens and may be repeated
         self._last: dict[str, tuple[npt.NDArray[Any], Tensor]] = {}  # what was uploaded for the last tokens
 
     @property
@@ -141,7 +148,6 @@ class Decoder:
 
     def admit(self, sequence: TokenSequence) -> None:
         """Take a sequence, which has a slot and pages, into the batch."""
-        self._again = None
         self._pages_of_slots[sequence.slot, : len(sequence.pages)] = sequence.pages
         if sequence.setting.repetition_penalty == 1:
             return
@@ -157,7 +163,8 @@ class Decoder:
 
     def add_page(self, sequence: TokenSequence, page: int) -> None:
         """Give a sequence a further page."""
-        self._again = None
+        if self._again is not None:
+            self._again = self._again._replace(paged=True)
         self._pages_of_slots[sequence.slot, len(sequence.pages)] = page
         sequence.pages.append(page)
 
@@ -184,7 +191,7 @@ class Decoder:
             control[row] = sequence.slot, start, count, sequence.first, ends, *sequence.seed.view(np.int32)
             complete.append(sequence if ends else None)
             places.append(_place(sequence.slot, start + count))
-        self._fill(table, sequences)
+        table[: len(parts)] = self._pages_of_slots[[each.slot for each in sequences], : taken.width]
         numbers = self._kept("numbers", _settings(sequences, taken.rows))
         return self._step(complete, places, self._run(program, self._replaced("prompts", given), numbers))
 
@@ -193,32 +200,67 @@ class Decoder:
 
         `computed` of each sequence counts that token already.
         """
-        places = [_place(sequence.slot, sequence.computed) for sequence in sequences]
-        if not self._repeats(sequences):
-            return self._step(sequences, places, self._first_tokens(sequences))
-        return self._step(sequences, places, ())
+        others: Others = ()
+        rows = self._repeated(sequences)
+        if rows is None:
+            rows, others = sequences, self._first_tokens(sequences)
+        places = [0 if each is None else _place(each.slot, each.computed) for each in rows]
+        return self._step(rows, places, others)
 
-    def _repeats(self, sequences: list[TokenSequence]) -> bool:
-        """Take the last step once more, if nothing is to be changed on the device for it."""
-        if self._again is None or self._again[0] != sequences:
-            return False
+    def _repeated(self, sequences: list[TokenSequence]) -> Sequence[TokenSequence | None] | None:
+        """Take the last step once more, for those of its sequences that are left: its rows.
+
+        None, and nothing was done, if that does not do.
+        """
+        if self._again is None:
+            return None
+        same = not self._again.paged and self._again.rows == sequences
+        if not same and not self._changed(sequences):
+            return None
         with evaluating():
-            return self._again[1]()
+            return self._again.rows if self._again.repeated() else None
+
+    def _changed(self, sequences: list[TokenSequence]) -> bool:
+        """Have the last step leave rows out, and know further pages, where it lies in the device's memory."""
+        assert self._again is not None
+        taken, going = self._again.taken, set(sequences)
+        rows = [each if each in going else None for each in self._again.rows]
+        fits = taken.rows == bucket(len(sequences), 1, self.slots)
+        fits = fits and taken.width >= self._width(sequences, _WIDE)
+        # The host would wait for the last step if it wrote to memory that it shares with the device.
+        shared = self.device.capabilities.shared_memory
+        if shared or not fits or [each for each in rows if each is not None] != sequences:
+            return False
+        for name, array in zip(("slots", "table"), self._token_arrays(taken, rows), strict=True):
+            last, tensor = self._last[name]
+            if not np.array_equal(last, array):
+                self.device.upload(array, into=tensor._node.value)
+                self._last[name] = (array, tensor)
+        self._again = self._again._replace(rows=rows, paged=False)
+        return True
+
+    def _token_arrays(
+        self, taken: Bucket, rows: Sequence[TokenSequence | None]
+    ) -> tuple[npt.NDArray[np.int32], ...]:
+        """The slots of a step of tokens, and their pages; of those that it does not have, nothing is read."""
+        slots, table = self._arrays(taken)
+        slots[: len(rows)] = [-1 if each is None else each.slot for each in rows]
+        own = slots >= 0
+        table[own] = self._pages_of_slots[slots[own], : taken.width]
+        return slots, table
 
     def _first_tokens(self, sequences: list[TokenSequence]) -> Others:
         """A step unlike the last; the next may be like it, if its program is the best for it."""
         rows = bucket(len(sequences), 1, self.slots)
         wanted = Bucket(rows, 0, self._width(sequences, _WIDE), False, self._needs_of(sequences))
         taken, program = self.programs.take(wanted)
-        slots, table = self._arrays(taken)
-        slots[: len(sequences)] = [sequence.slot for sequence in sequences]
-        self._fill(table, sequences)
+        slots, table = self._token_arrays(taken, sequences)
         sampling = self._sampling(sequences, taken.rows)
         given = self._kept("slots", slots), self._kept("table", table), *sampling
         others: Others = self._run(program, *given)
         with no_grad(), evaluating():
             repeated = program.repeated(*given) if taken == wanted else None
-        self._again = None if repeated is None else (list(sequences), repeated)
+        self._again = None if repeated is None else _Again(list(sequences), taken, repeated)
         return others
 
     def _arrays(self, taken: Bucket) -> tuple[npt.NDArray[np.int32], ...]:
@@ -234,11 +276,6 @@ class Decoder:
         most = self._pages_of_slots.shape[1]
         longest = max(len(sequence.pages) for sequence in sequences)
         return bucket(longest, min(least, most), most, factor=4)
-
-    def _fill(self, table: npt.NDArray[np.int32], sequences: Sequence[TokenSequence]) -> None:
-        """Note the pages of each row; those that it does not have are never attended to."""
-        slots = [sequence.slot for sequence in sequences]
-        table[: len(slots)] = self._pages_of_slots[slots, : table.shape[1]]
 
     def _needs_of(self, sequences: list[TokenSequence]) -> Needs:
         return self._needs if sequences == self._batch else needs_of([each.setting for each in sequences])
@@ -263,8 +300,8 @@ class Decoder:
 
     def _replaced(self, name: str, array: npt.NDArray[Any]) -> Tensor:
         """An array on the device, in the place of the last of its shape: so programs find it where it was."""
-        last = self._last.get(name)
-        if last is None or last[0].shape != array.shape:
+        last, shared = self._last.get(name), self.device.capabilities.shared_memory
+        if shared or last is None or last[0].shape != array.shape:
             return self._kept(name, array)
         made = Tensor(
             leaf(self.device.upload(array, into=last[1]._node.value), array.shape, int32), self.device
@@ -304,8 +341,8 @@ class Decoder:
     def _program(self, chosen: Bucket) -> Any:
         if chosen.length:
             fixed = {"length": chosen.length, "fresh": chosen.fresh, "needs": chosen.needs}
-            return _jitted(self._take_prompts, **fixed)
-        return _jitted(self._take_token, needs=chosen.needs)
+            return jitted(self._take_prompts, **fixed)
+        return jitted(self._take_token, needs=chosen.needs)
 
     def _compiling(self, program: Any, chosen: Bucket) -> Callable[[], None]:
         """What compiles the kernels of a program, in any thread."""
@@ -427,28 +464,6 @@ def most_pages(model: LanguageModel) -> int:
     """How many pages there can be: a layer has fewer than 2**30 items, so that indices have 32 bits."""
     items = max(2 * shape.heads * shape.head_size for shape in model.cache_shapes) * PAGE
     return ((1 << 30) - 1) // items
-
-
-def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method as a function that does not keep its object, which may hold it, alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any, **fixed: Any) -> Any:
-        bound = reference()
-        assert bound is not None
-        return bound(*args, **fixed)
-
-    return call
-
-
-def _jitted(method: Callable[..., Any], **fixed: Any) -> Any:
-    """A jitted method, which does not keep its object alive."""
-    call = _weakly(method)
-
-    def run(*args: Any) -> Any:
-        return call(*args, **fixed)
-
-    return jit(run)
 
 
 class Decoders:
