@@ -125,6 +125,8 @@ class TokenSequence:
             text += decoder.push([token])
         if self.finish_reason:
             text += decoder.finish()
+        if not self._stop:
+            return text
         ends = [place for string in self._stop if (place := text.find(string)) >= 0]
         if ends:
             text, self.finish_reason = text[: min(ends)], "stop"
