@@ -365,11 +365,11 @@ class Decoder:
         seeds = astype(control[:, 5:], uint32)
         rows = ids.shape[0]
         attention = PagedAttention(self._caches, table, starts, counts, firsts, length, fresh, self.context)
-        features = self._network.run(ids, attention)
+        features = self._network.run(self._in_vocabulary(ids), attention)
         flat = reshape(features, (rows * length, features.shape[-1]))
         last = arange(rows, dtype=int32, device=ids.device) * length + maximum(counts - 1, 0)
-        drawing = (numbers, seeds, needs)
-        return self._chosen(flat[last], where(ends > 0, slots, -1), starts + counts, True, *drawing)
+        ended = (looked_up(flat, last), where(ends > 0, slots, -1), starts + counts)
+        return self._chosen(*ended, True, numbers, seeds, needs)
 
     def _take_token(
         self, slots: Tensor, table: Tensor, numbers: Tensor, seeds: Tensor, *, needs: Needs
@@ -379,13 +379,17 @@ class Decoder:
         inside = reshape(slots >= 0, (rows, 1))
         state = where(inside, looked_up(self._state, maximum(slots, 0)), 0)
         starts, counts = state[:, 1], astype(slots >= 0, int32)
-        tokens = minimum(maximum(state[:, 0], 0), self._vocab_size - 1)  # which they are: no check is needed
+        tokens = self._in_vocabulary(state[:, 0])
         attention = PagedAttention(
             self._caches, table, starts, counts, starts + 1, 1, False, self.context, self._counters
         )
         features = self._network.run(reshape(tokens, (rows, 1)), attention)
         flat = reshape(features, (rows, features.shape[-1]))
         return self._chosen(flat, slots, starts + 1, False, numbers, seeds, needs)
+
+    def _in_vocabulary(self, ids: Tensor) -> Tensor:
+        """Ids that are known to be in range, so that no program checks them, and the host no result of it."""
+        return minimum(maximum(ids, 0), self._vocab_size - 1)
 
     def _chosen(
         self,

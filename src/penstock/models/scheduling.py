@@ -18,6 +18,7 @@ from penstock.models.sequences import Piece, TokenSequence
 _AHEAD = 2  # steps that are submitted before the one before them is read: fewer than `RECENT`
 _PATIENCE = 16  # steps of tokens that a prompt waits for others, at most
 CHUNK, CPU_CHUNK = 2048, 512  # tokens of a step of prompts: on a GPU, and elsewhere
+_ALONE = 2  # times as many on a GPU where no tokens wait for that step
 
 
 @dataclass
@@ -53,7 +54,8 @@ class Scheduler:
         self._prompts_first = prompts_first
         self._waited, self._idle = 0, 0  # steps of tokens since the last prompts, and slots idle in these
         # Tokens that a step takes at most of a prompt, and of all prompts with padding.
-        self.most_tokens = CHUNK if decoder.device.capabilities.kind == "gpu" else min(CHUNK, CPU_CHUNK)
+        chunk = CHUNK * (_ALONE if prompts_first else 1)
+        self.most_tokens = chunk if decoder.device.capabilities.kind == "gpu" else min(CHUNK, CPU_CHUNK)
 
     @property
     def busy(self) -> bool:
