@@ -167,6 +167,39 @@ def test_long_prompts_are_taken_in_chunks(model: LanguageModel, monkeypatch: pyt
         assert completion.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
 
 
+def test_prompts_wait_for_each_other_while_tokens_are_computed(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    prompts = Decoder.prompts
+    monkeypatch.setattr(
+        Decoder, "prompts", lambda self, parts: taken.append(len(parts)) or prompts(self, parts)
+    )
+    decoder = Decoder(model, 8, 64)
+    decoder.begin()
+    scheduler = scheduling.Scheduler(decoder, lambda sequence, piece: None)
+
+    def add(number: int) -> None:
+        wanted = Wanted(60, Sampling(temperature=0))
+        scheduler.add(TokenSequence(model, number, [number + 1, 2, 3], wanted))
+        scheduler.advance()
+
+    add(0)
+    assert taken == [1], "nobody else would lose anything"
+    for number in range(1, 6):
+        add(number)
+    while sum(taken) < 6:
+        scheduler.advance()
+    before, steps = list(taken), scheduler.counts.steps
+    add(6)
+    add(7)
+    while sum(taken) < 8:
+        scheduler.advance()
+    assert taken == [*before, 2], "in one step"
+    assert scheduler.counts.steps - steps <= scheduling._PATIENCE + 2
+    decoder.release()
+
+
 def test_beyond_the_context_the_older_half_is_dropped(model: LanguageModel) -> None:
     prompt = np.random.default_rng(1).integers(0, 40, 126).tolist()
     result = model.generate([prompt, [7]], 6, temperature=0)
