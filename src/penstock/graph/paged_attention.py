@@ -46,6 +46,7 @@ from penstock.graph.shaping import concat, permute, reshape, slice_axis
 
 MOST_QUERIES = 16  # of a sequence, whose positions are divided among workgroups; more have other kernels
 _SCORES = 1 << 24  # that are stored at a time
+_TILE = 32  # positions, the smallest on tensor cores
 
 
 def _shape(
@@ -100,11 +101,12 @@ def reads_pages(dtype: DType, size: int, capabilities: Capabilities) -> bool:
 
 def _decomposed(node: Node, capabilities: Capabilities) -> Node | None:
     """The primitive of tensor cores, or products of matrices; None where another kernel is better."""
-    query = node.inputs[0]
+    query, pages, *_ = node.inputs
     given = (query.dtype, query.shape[3], capabilities)
     if query.shape[1] <= MOST_QUERIES:
         return None
-    if on_tensor_cores(*given) and node.attributes["scale"] > 0:
+    starts = _TILE % pages.shape[3] == 0  # a tile of positions begins where a page does
+    if on_tensor_cores(*given) and starts and node.attributes["scale"] > 0:
         return Node(PROMPT_ATTENTION, node.inputs, node.attributes)
     return None if reads_pages(*given) else _by_products(node)
 

@@ -1,22 +1,34 @@
 // Keys of a head, in `count` pages that are `page_stride` items apart; values lie `values` items after them.
 struct Pages { const ushort *items; const int *table; long page_stride, stride, values; int count; };
 
-// Begin to copy keys and values at ROWS positions from `first` on to two tiles; from `end` on they are 0.
+// Begin to copy keys and values at ROWS positions from `first` on, where a page begins, to two tiles. From
+// `end` on they are 0.
 template <int ROWS, int D, int PAGE> DEVICE void pages_begin(
     uint keys, uint values, const Pages &pages, int first, int end) {
-    const int chunks = D / 8;
-#pragma unroll
-    for (int start = 0; start < ROWS * chunks; start += TEAM) {
-        int task = start + THREAD, row = task / chunks, chunk = task % chunks, position = first + row;
-        if (ROWS * chunks % TEAM && task >= ROWS * chunks) break;
-        bool there = position < end;
-        uint page = there ? pages.table[position / PAGE] : 0;
+    const int chunks = D / 8, step = TEAM / chunks;
+    auto copy = [&](int row, int chunk, const int *table, long offset) {
+        bool there = first + row < end;
+        uint page = there ? *table : 0;
         page = page < pages.count ? page : 0;
-        const ushort *from = pages.items + page * pages.page_stride + position % PAGE * pages.stride;
-        from += chunk * 8;
+        const ushort *from = pages.items + (page * pages.page_stride + offset);
         uint to = chunk_place<ROWS>(row, chunk);
         copy_begin<16>(keys + to, from, there);
         copy_begin<16>(values + to, from + pages.values, there);
+    };
+    const int *table = pages.table + first / PAGE;
+    if constexpr (TEAM % chunks == 0 && (PAGE % step == 0 || step % PAGE == 0)) {
+        int row = THREAD / chunks, chunk = THREAD % chunks;  // a thread's next chunk is in its own column
+        long offset = row % PAGE * pages.stride + chunk * 8;
+        table += row / PAGE;
+#pragma unroll
+        for (int at = 0; at < ROWS; at += step)
+            if (ROWS % step == 0 || row + at < ROWS)
+                copy(row + at, chunk, table + at / PAGE, offset + at % PAGE * pages.stride);
+    } else {
+        for (int task = THREAD; task < ROWS * chunks; task += TEAM) {
+            int row = task / chunks, chunk = task % chunks;
+            copy(row, chunk, table + row / PAGE, row % PAGE * pages.stride + chunk * 8);
+        }
     }
 }
 
