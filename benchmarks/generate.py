@@ -6,10 +6,10 @@
     python benchmarks/generate.py --device cuda:0 --model llama-1b --requests 256 --slots 32
     python benchmarks/generate.py --model smollm --dtype float32 --prompt 256 --tokens 32 --peers  # on a CPU
 
-For Llamas, PyTorch runs beside it with the same weights where it is installed (`torch_llama.py`): a static
-cache, and each token a replay of one compiled step. With `--requests`, so many come at random moments to an
-engine, with prompts and answers of random lengths. With `--peers`, transformers and llama.cpp run in turn
-with it, where they are installed (`cpu_peers.py`).
+For Llamas, PyTorch runs in turn with it, with the same weights, where it is installed (`torch_llama.py`): a
+static cache, and on CUDA the prompt and each token a replay of a compiled graph. With `--requests`, so many
+come at random moments to an engine, with prompts and answers of random lengths. With `--peers`, transformers
+and llama.cpp run in turn with it, where they are installed (`cpu_peers.py`).
 The share of bandwidth is that of the bytes which a step has to read, the weights and the cached keys and
 values, at the rate at which the device copies memory. The host's time is that in which it does not wait for
 the device: if it comes near that of a step, the host is the limit.
@@ -30,9 +30,12 @@ import penstock as ps
 import torch_llama
 from measuring import Report
 from penstock.models import LanguageModel
+from penstock.models.blocks import Transformer
 from penstock.tensor.core import resolve
+from torch_llama import Peer, Run
 
 COPIES = 8  # in a row, so that starting them takes no time of theirs
+WARM = 3  # rounds that do not count: the first builds programs, the second CUDA's graphs of them
 LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "vocab_size": 128256}
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -103,24 +106,20 @@ def copy_rate(device: ps.Device) -> float:
     return 2 * nbytes / min(times)
 
 
-def measured(model: LanguageModel, prompt: int, tokens: int, batch: int) -> tuple[float, float, float]:
-    """The seconds until the first token, of each step after it, and of these what the host does not wait."""
-    ids = np.random.default_rng(0).integers(0, model.vocab_size, (batch, prompt)).tolist()
+def measured(model: LanguageModel, ids: list[list[int]], tokens: int) -> tuple[Run, float]:
+    """The tokens after prompts; and of the seconds of each step what the host does not wait."""
     waits = resolve(model.head_weight.device).stream.waits
-    first, each, host = [], [], []
-    for turn in range(4):
-        start = time.perf_counter()
-        begun = end = waited = 0.0
-        for piece in model.stream(ids, tokens, temperature=0, stop_tokens=()):
-            if piece.index == batch - 1:
-                end = time.perf_counter()
-                if not begun:
-                    begun, waited = end, waits.seconds
-        if turn:  # the first builds the programs
-            first.append(begun - start)
-            each.append((end - begun) / (tokens - 1))
-            host.append(each[-1] - (waits.seconds - waited) / (tokens - 1))
-    return statistics.median(first), statistics.median(each), statistics.median(host)
+    made: list[list[int]] = [[] for _ in ids]
+    start = time.perf_counter()
+    begun = end = waited = 0.0
+    for piece in model.stream(ids, tokens, temperature=0, stop_tokens=()):
+        made[piece.index].append(piece.id)
+        if piece.index == len(ids) - 1:
+            end = time.perf_counter()
+            if not begun:
+                begun, waited = end, waits.seconds
+    each = (end - begun) / (tokens - 1)
+    return Run(begun - start, each, made), each - (waits.seconds - waited) / (tokens - 1)
 
 
 def served(model: LanguageModel, requests: int, slots: int, prompt: int, tokens: int, rate: float) -> str:
@@ -158,8 +157,8 @@ def main() -> None:
     parser.add_argument(
         "--peers", action="store_true", help="transformers and llama.cpp on the CPU beside it"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="with peers")
-    parser.add_argument("--save", type=Path, help="a file for the results with peers")
+    parser.add_argument("--rounds", type=int, default=5, help="of which the median counts")
+    parser.add_argument("--save", type=Path, help="a file for the results")
     parser.add_argument("--requests", type=int, default=0)
     parser.add_argument("--slots", type=int, default=32)
     parser.add_argument("--rate", type=float, default=1000.0, help="requests a second")
@@ -170,14 +169,24 @@ def main() -> None:
     if chosen.peers:
         beside_peers(chosen)
         return
-    rate = copy_rate(device)
+    rate, results = copy_rate(device), Report()
     print(f"{device}; a copy moves {rate / 1e9:.0f} GB/s")
     for quantized in (None, *chosen.quantize):
         model = ps.models.build(SHAPES[chosen.model]).to(chosen.dtype)
         if quantized is not None:
             ps.quantize(model, quantized)
-        report(model, f"{chosen.model} {quantized or chosen.dtype}", chosen, rate)
+        report(model, f"{chosen.model} {quantized or chosen.dtype}", chosen, rate, results)
         del model
+    if chosen.save:
+        save(results, chosen, "" if torch_llama.torch is None else torch_llama.torch.__version__)
+
+
+def save(results: Report, chosen: argparse.Namespace, torch: str) -> None:
+    given = f" --device {chosen.device or ps.default_device().name} --model {chosen.model}"
+    given += f" --dtype {chosen.dtype} --prompt {chosen.prompt} --tokens {chosen.tokens}"
+    given += f" --batch {' '.join(map(str, chosen.batch))} --rounds {chosen.rounds}"
+    given += f" --quantize {' '.join(chosen.quantize)}" * bool(chosen.quantize)
+    results.save(chosen.save, "generate", ps.default_device(), {"torch": torch} if torch else {}, given)
 
 
 def beside_peers(chosen: argparse.Namespace) -> None:
@@ -198,44 +207,63 @@ def step_bytes(model: LanguageModel) -> int:
     return sum(tensor._node.nbytes for _, tensor in model.file_tensors() if id(tensor) not in skipped)
 
 
-def report(model: LanguageModel, name: str, chosen: argparse.Namespace, rate: float) -> None:
+def report(model: LanguageModel, name: str, chosen: argparse.Namespace, rate: float, results: Report) -> None:
     weights, item = step_bytes(model), model.head_weight.dtype.itemsize
     print(f"{name}, a step reads {weights / 1e9:.2f} GB of weights")
     if chosen.requests:
         print(served(model, chosen.requests, chosen.slots, chosen.prompt, chosen.tokens, chosen.rate))
         return
+    unpacked = not any(isinstance(module, ps.nn.QuantizedLinear) for module in model.modules())
+    beside = torch_llama.torch is not None and not chosen.no_torch and unpacked
     for batch in chosen.batch:
-        prefill, step, host = measured(model, chosen.prompt, chosen.tokens, batch)
+        ids = np.random.default_rng(0).integers(0, model.vocab_size, (batch, chosen.prompt)).tolist()
+        peer = Peer(model, ids, chosen.tokens) if beside and isinstance(model, Transformer) else None
+        ours, host, theirs = in_turn(model, peer, ids, chosen)
         kept = sum(2 * shape.heads * shape.head_size for shape in model.cache_shapes)
         read = weights + batch * kept * item * (chosen.prompt + chosen.tokens // 2)
-        print(
-            f"batch {batch:4}: prompt of {chosen.prompt} {prefill * 1e3:9.2f} ms, "
-            f"{batch * chosen.prompt / prefill:11,.0f} tokens/s; then {step * 1e3:8.3f} ms a step "
-            f"({host * 1e6:.0f} µs of the host), "
-            f"{batch / step:9,.0f} tokens/s, {100 * read / step / rate:5.1f}% of a copy's bandwidth"
-        )
-        unpacked = not any(isinstance(module, ps.nn.QuantizedLinear) for module in model.modules())
-        if torch_llama.torch is not None and not chosen.no_torch and chosen.model != "gpt2" and unpacked:
-            beside(model, batch, chosen, prefill, step)
+        detail = f"{ours.each * 1e3:.3f} ms a step, {100 * read / ours.each / rate:.1f}% of a copy's rate, "
+        detail += f"{host * 1e6:.0f} µs of the host"
+        results.add(f"{name}: batch {batch}", batch / ours.each, "tokens/s", "", None, detail)
+        detail = f"{batch * chosen.prompt / ours.first:,.0f} tokens/s"
+        what = f"{name}: batch {batch}, prompts of {chosen.prompt}"
+        results.add(what, ours.first * 1e3, "ms", "", None, detail)
+        if theirs is not None:
+            compare(f"{name}: batch {batch}", ours, theirs, results)
 
 
-def beside(model: LanguageModel, batch: int, chosen: argparse.Namespace, prefill: float, step: float) -> None:
-    """The same by PyTorch; equal tokens are counted up to the first that differs, by rounding."""
-    ids = np.random.default_rng(0).integers(0, model.vocab_size, (batch, chosen.prompt)).tolist()
-    cuda = resolve(model.head_weight.device).name.startswith("cuda")
-    theirs = torch_llama.measured(model, ids, chosen.tokens, compiles=cuda)  # type: ignore[arg-type]
-    ours = [each.ids for each in model.generate(ids, chosen.tokens, temperature=0, stop_tokens=())]
+def in_turn(
+    model: LanguageModel, peer: Peer | None, ids: list[list[int]], chosen: argparse.Namespace
+) -> tuple[Run, float, Run | None]:
+    """The medians of ours, with the host's seconds of a step, and of the peer."""
+    runs, hosts, theirs = [], [], []
+    for turn in range(WARM + chosen.rounds):
+        run, host = measured(model, ids, chosen.tokens)
+        other = None if peer is None else peer()
+        if turn >= WARM:
+            runs.append(run)
+            hosts.append(host)
+            theirs += [] if other is None else [other]
+    return middle(runs), statistics.median(hosts), middle(theirs) if theirs else None
+
+
+def middle(runs: list[Run]) -> Run:
+    """The medians, with the tokens of the last run."""
+    each = statistics.median(run.each for run in runs)
+    return Run(statistics.median(run.first for run in runs), each, runs[-1].tokens)
+
+
+def compare(name: str, ours: Run, theirs: Run, results: Report) -> None:
+    """Ours against PyTorch's; equal tokens are counted up to the first that differs, by rounding."""
     same = [
-        next((at for at, pair in enumerate(zip(*rows, strict=True)) if pair[0] != pair[1]), chosen.tokens)
-        for rows in zip(ours, theirs[2], strict=True)
+        next((at for at, pair in enumerate(zip(*rows, strict=True)) if pair[0] != pair[1]), len(rows[0]))
+        for rows in zip(ours.tokens, theirs.tokens, strict=True)
     ]
-    first, each, _ = theirs
-    print(
-        f"    PyTorch{' compiled' if cuda else ''}: "
-        f"prompt {first * 1e3:.2f} ms, {first / prefill:.2f} times ours; "
-        f"{each * 1e3:.3f} ms a step, {each / step:.2f} times ours, {batch / each:,.0f} tokens/s; "
-        f"{statistics.mean(same):.0f} of {chosen.tokens} tokens equal"
-    )
+    ratio, detail = theirs.first / ours.first, f"{theirs.first * 1e3:.3f} ms"
+    results.add(f"{name}, prompts: PyTorch / ours", ratio, "x", ">= 1", ratio >= 1, detail)
+    ratio = theirs.each / ours.each
+    detail = f"{theirs.each * 1e3:.3f} ms, {len(same) / theirs.each:,.0f} tokens/s; "
+    detail += f"{statistics.mean(same):.0f} of {len(ours.tokens[0])} tokens equal"
+    results.add(f"{name}, a step: PyTorch / ours", ratio, "x", "", None, detail)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""A Llama in PyTorch with the weights of ours, for `generate.py`: a static cache, compiled with CUDA graphs.
+"""A Llama in PyTorch with the weights of ours, for `generate.py`: a static cache, compiled, in CUDA graphs.
 
-A prompt is one call; each token after it is a replay of one compiled step, which picks the largest logit.
+A prompt is one call, and so is each token after it, which is the largest logit. On CUDA both are replays of
+graphs that are captured here: PyTorch makes none of what changes its inputs, here the cache. A layer is
+compiled once for all layers, with the sum before it, so that this joins the norm that follows.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -16,127 +18,146 @@ from measuring import installed
 from penstock.models.blocks import Transformer
 
 torch = installed("torch")
-TURNS = 4  # of which the first compiles
+
+
+class Run(NamedTuple):
+    """The seconds until the first token, and of each token after it; and the tokens of each sequence."""
+
+    first: float
+    each: float
+    tokens: list[list[int]]
 
 
 class Llama:
     """The weights, and memory for keys and values of `positions` positions of `batch` sequences."""
 
-    def __init__(self, model: Transformer, batch: int, positions: int, where: str) -> None:
-        self.sizes, self.weights = model.sizes, dict[str, Any]()
+    def __init__(self, model: Transformer, batch: int, positions: int, where: str, compiles: bool) -> None:
+        self.sizes, self._top = model.sizes, dict[str, Any]()
+        self._layers: list[dict[str, Any]] = [{} for _ in model.layers]
         for name, tensor in model.named_parameters():
             array = tensor.numpy()
             bits = array.view(np.int16) if array.dtype == ml_dtypes.bfloat16 else array
             given = torch.from_numpy(np.ascontiguousarray(bits))
-            self.weights[name] = (given.view(torch.bfloat16) if bits is not array else given).to(where)
-        dtype = self.weights["norm.weight"].dtype
-        shape = (2, batch, self.sizes.key_heads, positions, self.sizes.head_size)
-        self.caches = [torch.zeros(shape, dtype=dtype, device=where) for _ in model.layers]
+            weight = (given.view(torch.bfloat16) if bits is not array else given).to(where)
+            if name.startswith("layers."):
+                _, number, own = name.split(".", 2)
+                self._layers[int(number)][own] = weight
+            else:
+                self._top[name] = weight
+        dtype = self._top["norm.weight"].dtype
+        shape = (batch, self.sizes.key_heads, positions, self.sizes.head_size)
+        for layer in self._layers:
+            layer["keys"], layer["values"] = (torch.zeros(shape, dtype=dtype, device=where) for _ in range(2))
         frequencies = model.sizes.rotaries[0].frequencies
         angles = torch.arange(positions).outer(torch.tensor(frequencies, dtype=torch.float32)).to(where)
-        self.turns = angles.cos(), angles.sin()
+        self._turns = angles.cos(), angles.sin()
         self.places = torch.arange(positions, device=where)
+        self._parts: tuple[Any, ...] = (self._layer, self._head)
+        if compiles:
+            torch.compiler.reset()
+            self._parts = tuple(torch.compile(part, dynamic=False) for part in self._parts)
 
-    def _linear(self, x: Any, name: str) -> Any:
-        return torch.nn.functional.linear(x, self.weights[f"{name}.weight"])
-
-    def _norm(self, x: Any, name: str) -> Any:
+    def _norm(self, x: Any, weight: Any) -> Any:
         wide = x.float()
         scaled = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + self.sizes.eps)
-        return scaled.to(x.dtype) * self.weights[f"{name}.weight"]
+        return scaled.to(x.dtype) * weight
 
     def _rotated(self, x: Any, positions: Any) -> Any:
-        cosine, sine = (table[positions] for table in self.turns)
+        cosine, sine = (table[positions] for table in self._turns)
         first, second = x.float().chunk(2, -1)
         return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1).to(x.dtype)
 
+    def _layer(self, x: Any, more: Any, layer: dict[str, Any], positions: Any) -> tuple[Any, Any]:
+        """What a layer's output is the sum of, from what its input is the sum of."""
+        linear, sizes, (batch, length, _) = torch.nn.functional.linear, self.sizes, x.shape
+        x = x + more
+        y = self._norm(x, layer["input_layernorm.weight"])
+        q, k, v = (
+            linear(y, layer[f"self_attn.{side}_proj.weight"])
+            .view(batch, length, -1, sizes.head_size)
+            .transpose(1, 2)
+            for side in "qkv"
+        )
+        q, k = self._rotated(q, positions), self._rotated(k, positions)
+        layer["keys"][:, :, positions] = k
+        layer["values"][:, :, positions] = v
+        # A prompt attends to itself; a token to all that is cached.
+        keys, values = (k, v) if length > 1 else (layer["keys"], layer["values"])
+        mask = None if length > 1 else (self.places <= positions[-1])[None, None, None]
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            q, keys, values, attn_mask=mask, is_causal=length > 1, enable_gqa=True
+        )
+        joined = attended.transpose(1, 2).reshape(batch, length, -1)
+        x = x + linear(joined, layer["self_attn.o_proj.weight"])
+        y = self._norm(x, layer["post_attention_layernorm.weight"])
+        gate = torch.nn.functional.silu(linear(y, layer["mlp.gate_proj.weight"]))
+        return x, linear(gate * linear(y, layer["mlp.up_proj.weight"]), layer["mlp.down_proj.weight"])
+
+    def _head(self, x: Any, more: Any) -> Any:
+        head = "embed_tokens" if self.sizes.tied else "lm_head"
+        last = self._norm(x[:, -1] + more[:, -1], self._top["norm.weight"])
+        return torch.nn.functional.linear(last, self._top[f"{head}.weight"]).argmax(-1)
+
     def __call__(self, ids: Any, positions: Any) -> Any:
         """The largest logit after the last of `ids`, (batch, length), at these positions, (length,)."""
-        sizes, (batch, length) = self.sizes, ids.shape
-        x = self.weights["embed_tokens.weight"][ids]
-        # A prompt attends to itself; a token to all that is cached.
-        mask = None if length > 1 else (self.places <= positions[-1])[None, None, None]
-        for layer, cache in enumerate(self.caches):
-            name = f"layers.{layer}"
-            y = self._norm(x, f"{name}.input_layernorm")
-            q, k, v = (
-                self._linear(y, f"{name}.self_attn.{side}_proj")
-                .view(batch, length, -1, sizes.head_size)
-                .transpose(1, 2)
-                for side in "qkv"
-            )
-            q, k = self._rotated(q, positions), self._rotated(k, positions)
-            cache[0].index_copy_(2, positions, k)
-            cache[1].index_copy_(2, positions, v)
-            keys, values = (k, v) if length > 1 else (cache[0], cache[1])
-            attended = torch.nn.functional.scaled_dot_product_attention(
-                q, keys, values, attn_mask=mask, is_causal=length > 1, enable_gqa=True
-            )
-            joined = attended.transpose(1, 2).reshape(batch, length, -1)
-            x = x + self._linear(joined, f"{name}.self_attn.o_proj")
-            y = self._norm(x, f"{name}.post_attention_layernorm")
-            gate = torch.nn.functional.silu(self._linear(y, f"{name}.mlp.gate_proj"))
-            x = x + self._linear(gate * self._linear(y, f"{name}.mlp.up_proj"), f"{name}.mlp.down_proj")
-        head = "embed_tokens" if sizes.tied else "lm_head"
-        return self._linear(self._norm(x[:, -1], "norm"), head).argmax(-1)
+        x = self._top["embed_tokens.weight"][ids]
+        more, (through, head) = torch.zeros_like(x), self._parts
+        for layer in self._layers:
+            x, more = through(x, more, layer, positions)
+        return head(x, more)
 
 
-def stepping(llama: Llama, batch: int, compiles: bool, where: str) -> Any:
-    """What computes the next tokens from the last and their position: on CUDA, a replay of a graph."""
-    if not compiles:
-        return llama
-    torch.compiler.reset()
-    compiled = torch.compile(llama.__call__, dynamic=False)
-    if where != "cuda":
-        return compiled
-    # PyTorch makes no graph of its own of what changes its inputs, here the cache.
-    ids = torch.zeros((batch, 1), dtype=torch.int64, device=where)
-    at = torch.zeros(1, dtype=torch.int64, device=where)
+def _replayed(llama: Llama, batch: int, length: int) -> Callable[[Any, Any], Any]:
+    """A call of this size as the replay of a graph; as it is where CUDA captures none, which is told."""
+    ids = torch.zeros((batch, length), dtype=torch.int64, device="cuda")
+    at = llama.places[:length].clone()
     beside = torch.cuda.Stream()
     beside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(beside):
         for _ in range(3):
-            compiled(ids, at)
+            llama(ids, at)
     torch.cuda.current_stream().wait_stream(beside)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = compiled(ids, at)
+    try:
+        with torch.cuda.graph(graph):
+            result = llama(ids, at)
+    except RuntimeError as error:
+        print(f"    PyTorch: no graph of {batch} x {length} tokens: {str(error).splitlines()[0]}")
+        return llama
 
-    def step(token: Any, place: Any) -> Any:
-        ids.copy_(token)
-        at.copy_(place)
+    def replay(tokens: Any, positions: Any) -> Any:
+        ids.copy_(tokens)
+        at.copy_(positions)
         graph.replay()
         return result
 
-    return step
+    return replay
 
 
-def measured(
-    model: Transformer, ids: list[list[int]], tokens: int, compiles: bool
-) -> tuple[float, float, list[list[int]]]:
-    """The seconds until the first token, and of each token after it; and the tokens of each sequence.
+class Peer:
+    """PyTorch with the weights of a model, for prompts of one length."""
 
-    Tokens stay on the device until the last is there, so that nothing waits for the host.
-    """
-    where = "cuda" if torch.cuda.is_available() else "cpu"
-    prompt = torch.tensor(ids, device=where)
-    batch, length = prompt.shape
-    llama = Llama(model, batch, length + tokens, where)
-    first, each, answer = [], [], [[0]]
-    with torch.inference_mode():
-        step = stepping(llama, batch, compiles, where)
-        for turn in range(TURNS):
+    def __init__(self, model: Transformer, ids: list[list[int]], tokens: int) -> None:
+        self._where = "cuda" if torch.cuda.is_available() else "cpu"
+        self._ids, self._count = ids, tokens
+        batch, length = len(ids), len(ids[0])
+        graphs = self._where == "cuda"
+        with torch.no_grad():
+            self._llama = Llama(model, batch, length + tokens, self._where, compiles=graphs)
+            self._prompt = _replayed(self._llama, batch, length) if graphs else self._llama
+            self._step = _replayed(self._llama, batch, 1) if graphs else self._llama
+
+    def __call__(self) -> Run:
+        """A prompt, and then tokens, which stay on the device until the last: no step waits for the host."""
+        places, length = self._llama.places, len(self._ids[0])
+        with torch.no_grad():
             start = time.perf_counter()
-            token = llama(prompt, llama.places[:length])
-            token.tolist()  # waits
-            made = [token]
+            prompt = torch.tensor(self._ids, device=self._where)
+            made = [self._prompt(prompt, places[:length]).clone()]
+            made[0].tolist()  # waits
             began = time.perf_counter()
-            for count in range(1, tokens):
-                at = llama.places[length + count - 1 : length + count]
-                made.append(step(made[-1][:, None], at).clone())
-            answer = torch.stack(made, 1).tolist()  # waits
+            for at in range(length, length + self._count - 1):
+                made.append(self._step(made[-1][:, None], places[at : at + 1]).clone())
+            tokens = torch.stack(made, 1).tolist()  # waits
             end = time.perf_counter()
-            if turn:
-                first.append(began - start)
-                each.append((end - began) / (tokens - 1))
-    return statistics.median(first), statistics.median(each), answer
+        return Run(began - start, (end - began) / (self._count - 1), tokens)

@@ -116,12 +116,12 @@ def test_temporaries_of_a_prompt_do_not_grow_with_what_is_before_it() -> None:
     for length, pages in ((256, 512), (256, 2048), (512, 512), (512, 2048)):
         bucket = Bucket(1, length, pages, False, Needs())
         arrays = [ps.zeros(array.shape, dtype=ps.int32, device=device) for array in decoder._arrays(bucket)]
-        numbers = ps.zeros((5, 1), device=device), ps.zeros((1, 2), dtype=ps.uint32, device=device)
         with ps.no_grad():
-            plan = decoder._program(bucket).memory_plan(*arrays, *numbers)
+            plan = decoder._program(bucket).memory_plan(*arrays, ps.zeros((5, 1), device=device))
         taken[length, pages] = plan.unlimited.arena_bytes
-    assert taken[256, 512] == taken[256, 2048], "a table of pages is an input"
-    assert taken[512, 512] == taken[512, 2048] <= 2.1 * taken[256, 512]
+    for length in (256, 512):
+        assert taken[length, 2048] - taken[length, 512] <= 4 * 2048, "a table of pages at most"
+    assert taken[512, 2048] <= 2.1 * taken[256, 512]
     assert taken[512, 2048] < 512 * 32768, "bytes, fewer than scores"
     device.close()
 

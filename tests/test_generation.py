@@ -167,6 +167,39 @@ def test_long_prompts_are_taken_in_chunks(model: LanguageModel, monkeypatch: pyt
         assert completion.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
 
 
+def test_prompts_wait_for_each_other_while_tokens_are_computed(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    prompts = Decoder.prompts
+    monkeypatch.setattr(
+        Decoder, "prompts", lambda self, parts: taken.append(len(parts)) or prompts(self, parts)
+    )
+    decoder = Decoder(model, 8, 64)
+    decoder.begin()
+    scheduler = scheduling.Scheduler(decoder, lambda sequence, piece: None)
+
+    def add(number: int) -> None:
+        wanted = Wanted(60, Sampling(temperature=0))
+        scheduler.add(TokenSequence(model, number, [number + 1, 2, 3], wanted))
+        scheduler.advance()
+
+    add(0)
+    assert taken == [1], "nobody else would lose anything"
+    for number in range(1, 6):
+        add(number)
+    while sum(taken) < 6:
+        scheduler.advance()
+    before, steps = list(taken), scheduler.counts.steps
+    add(6)
+    add(7)
+    while sum(taken) < 8:
+        scheduler.advance()
+    assert taken == [*before, 2], "in one step"
+    assert scheduler.counts.steps - steps <= scheduling._PATIENCE + 2
+    decoder.release()
+
+
 def test_beyond_the_context_the_older_half_is_dropped(model: LanguageModel) -> None:
     prompt = np.random.default_rng(1).integers(0, 40, 126).tolist()
     result = model.generate([prompt, [7]], 6, temperature=0)
@@ -244,11 +277,15 @@ def test_there_is_a_program_for_each_bucket_and_not_for_each_length() -> None:
     assert all(len(program._captured) == 1 for _, program in decoder.programs)
 
 
-def test_pages_are_written_in_place_and_given_back() -> None:
-    model = ps.models.build(SIZES, device="host")
+@pytest.mark.parametrize("device", ["host", "opencl:0"])
+def test_pages_are_written_in_place_and_given_back(device: str) -> None:
+    model = ps.models.build(SIZES, device=device)
     decoder = Decoder(model, 2, 4)
-    scheduler = scheduling.Scheduler(decoder, lambda sequence, piece: None)
+    made: list[int] = []
+    scheduler = scheduling.Scheduler(decoder, lambda sequence, piece: made.append(piece.id))
     decoder.begin()
+    for cache in decoder._caches:  # before they are written, they may hold anything
+        cache._become(ps.full(cache.shape, np.nan, dtype=cache.dtype, device=device).realize()._node)
     for prompt in ([1, 2, 3], [4]):
         scheduler.add(TokenSequence(model, 0, prompt, Wanted(4, Sampling(temperature=0))))
     scheduler.advance()
@@ -258,8 +295,10 @@ def test_pages_are_written_in_place_and_given_back() -> None:
     assert [cache._node.value.place for cache in decoder._caches] == places
     pages = decoder._caches[0].numpy()
     assert pages.shape == (2, 4, 2, PAGE, 8)
-    filled = np.abs(pages).sum(axis=(0, 2, 4)) > 0
+    filled = np.isfinite(pages).all(axis=(0, 2, 4))
     assert sorted(filled.sum(axis=1).tolist()) == [0, 0, 4, 6], "the positions of each sequence"
+    alone = [model.generate(prompt, 4, temperature=0).ids for prompt in ([1, 2, 3], [4])]
+    assert sorted(made) == sorted(alone[0] + alone[1])
     decoder.release()
     assert all(cache._node.value is None for cache in decoder._caches)
 

@@ -22,6 +22,8 @@ from penstock.drivers.cuda import compile_text
 from penstock.drivers.opencl import OpenCLDriver
 from penstock.fusion.groups import partition
 from penstock.graph import paged_attention as graph
+from penstock.graph.decompose import decompose
+from penstock.graph.shaping import reshape, slice_axis
 from penstock.kernels.cache import whole_text
 from penstock.kernels.dialects.opencl import OpenCL
 from penstock.kernels.lower import fusible, write
@@ -126,12 +128,45 @@ def test_nvrtc_takes_it(dtype: Any, size: int, queries: int) -> None:
     query, pages = np.ones((2, queries, 8, size), dtype), np.ones((2, 300, 2, PAGE, size), dtype)
     table, last = np.ones((2, 128), np.int32), np.ones((2, queries), np.int32)
     node = graph.paged_attention(*map(at, (query, pages, table, last)), 0.1, 1500, 5.0)
-    (group,) = partition([node], lambda node: fusible(node, capabilities))
-    lowering = write(group, capabilities, "x")
+    nodes = decompose([node], capabilities)
+    groups = partition(nodes, lambda node: fusible(node, capabilities))
+    if dtype is not np.float32 and queries > 1:
+        assert (len(groups) == 1) == (size <= 128), "larger heads are products of matrices"
+    if len(groups) > 1:
+        return
+    lowering = write(groups[0], capabilities, "x")
     assert lowering is not None
     assert len(lowering.launches) == (2 if queries == 1 else 1), "splits, and what combines them"
     text = whole_text([launch.source for launch in lowering.launches], "cuda")
-    assert compile_text(text, "sm_90").startswith(b"\x7fELF")
+    assert compile_text(text, "sm_90a").startswith(b"\x7fELF")
+
+
+def test_prompts_on_tensor_cores_read_queries_through_views() -> None:
+    capabilities = replace(Imagined(tensor_cores=True).capabilities, max_group_size=1024)
+    dtype = ml_dtypes.bfloat16
+    packed, pages = np.ones((2, 40, 3, 4, 64), dtype), np.ones((2, 9, 4, PAGE, 64), dtype)
+    query = reshape(slice_axis(at(packed), 2, 0, 1), (2, 40, 4, 64))
+    given = at(pages), at(np.ones((2, 4), np.int32)), at(np.ones((2, 40), np.int32))
+    nodes = decompose([graph.paged_attention(query, *given, 0.1)], capabilities)
+    (group,) = partition(nodes, lambda node: fusible(node, capabilities))
+    assert packed.shape in [node.shape for node in group.inputs]
+
+
+PROMPTS = [
+    # rows, queries, heads, heads of keys, size of a head; positions, window, softcap
+    ((2, 70, 4, 2, 64), 200, None, None),
+    ((1, 130, 2, 2, 128), 300, 100, None),
+    ((3, 17, 3, 1, 16), 90, 30, 5.0),
+    ((1, 64, 2, 1, 80), 129, None, 20.0),
+    ((2, 33, 2, 2, 32), 700, 9, None),
+]
+
+
+@pytest.mark.parametrize("device", CUDA_KINDS, indirect=True)
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("case", PROMPTS, ids=[f"prompt{number}" for number in range(len(PROMPTS))])
+def test_prompts_on_tensor_cores(device: Device, dtype: Any, case: tuple[Any, ...]) -> None:
+    check(device, *case, dtype=dtype)
 
 
 # Steps, which put a position before they attend

@@ -123,6 +123,32 @@ def test_steps_are_repeated_until_a_sequence_needs_a_page(
     assert fast == slow
 
 
+def test_sequences_that_leave_and_get_pages_change_the_step_in_place(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = {(1, 2, 3): 40, (4,) * 20: 9, (5, 6): 23, (7, 8, 9): 30, (10,): 37}
+    alone = [model.generate(list(ids), count, temperature=0).ids for ids, count in wanted.items()]
+    decoder = Decoder(model, 8, 40)
+    decoder.begin()
+    given: list[list[int]] = [[] for _ in wanted]
+    scheduler = scheduling.Scheduler(decoder, lambda sequence, piece: given[sequence.index].append(piece.id))
+    built: list[int] = []
+    first = Decoder._first_tokens
+    monkeypatch.setattr(
+        Decoder, "_first_tokens", lambda self, rows: built.append(len(rows)) or first(self, rows)
+    )
+    for number, (ids, count) in enumerate(wanted.items()):
+        scheduler.add(TokenSequence(model, number, list(ids), Wanted(count, Sampling(temperature=0))))
+    while scheduler.busy:
+        scheduler.advance()
+    assert given == alone
+    assert scheduler.pages.used == 0
+    if not model.head_weight.device.capabilities.shared_memory:
+        # Programs of 8, 4, 2 rows and of one, each also after the step of prompts.
+        assert len(built) <= 6, built
+    decoder.release()
+
+
 def test_weights_that_change_during_generation_take_effect(model: LanguageModel) -> None:
     pieces = model.stream([1, 2, 3], 30, temperature=0, stop_tokens=())
     first = [next(pieces).id for _ in range(8)]

@@ -11,6 +11,7 @@ from penstock.execution.realize import executables
 from penstock.fusion.groups import Group
 from penstock.graph.dtypes import HALF_PRECISION, float32, float64
 from penstock.graph.node import Kind, Node, topological
+from penstock.graph.paged_attention import PROMPT_ATTENTION
 from penstock.measuring.rates import Rates
 from penstock.runtime import Device
 
@@ -68,11 +69,11 @@ def _work(group: Group, rates: Rates, numpy: bool) -> float:
 
 
 def _product_seconds(node: Node, rates: Rates, numpy: bool) -> float:
+    if node.primitive.kind is Kind.CONVOLUTION or node.primitive is PROMPT_ATTENTION:
+        return rates.product_seconds(float(node.primitive.operations_of(node)))
     if node.primitive.kind is Kind.ATTENTION:
         batch, queries, heads, width = node.inputs[0].shape
         return rates.product_seconds(4.0 * batch * heads * width * queries * node.inputs[1].shape[1])
-    if node.primitive.kind is Kind.CONVOLUTION:
-        return rates.product_seconds(float(node.primitive.operations_of(node)))
     inner = node.inputs[0].shape[-1]
     each = 2.0 * math.prod(node.shape[-2:]) * inner
     count = max(math.prod(node.shape[:-2]), 1)

@@ -176,6 +176,11 @@ def rows_index(operand: Node, stored: Container[Node]) -> tuple[Node, Index] | N
     return None if index.factor("j") != 1 or any(stride % step for stride in steps) else (node, index)
 
 
+def whole_index(shape: Shape) -> Index:
+    """The index of item (b0, b1, ..., i, j) in contiguous memory."""
+    return flat(tuple(map(variable, matrix_variables(len(shape)))), shape)
+
+
 def operand_source(
     operand: Node, stored: Container[Node], read: Callable[[Node, Container[Node]], tuple[Node, Any] | None]
 ) -> Node:

@@ -40,6 +40,7 @@ from penstock.graph.reducing import expand, keep_axes, max_, restore, sum_
 from penstock.graph.shaping import concat, pad, permute, reshape, slice_axis
 
 GRADIENT_PARTS = ("query", "key", "value")
+MOST_COLUMNS = 128  # of a head, for kernels on tensor cores
 _ROW_ITEMS = 1 << 24  # scores that are stored at a time; more are divided into parts, which are recomputed
 
 
@@ -130,7 +131,7 @@ def has_kernel(node: Node, capabilities: Capabilities) -> bool:
         capabilities.tensor_cores
         and query.dtype in HALF_PRECISION
         and width % 16 == 0
-        and 16 <= width <= 128
+        and 16 <= width <= MOST_COLUMNS
         and query.size > 0
         # The result of a query that sees no key is undefined.
         and keys >= (queries if node.attributes["causal"] else 1)

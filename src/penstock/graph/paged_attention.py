@@ -4,8 +4,9 @@ Queries are (rows, length, heads, head size), and the pages of a layer (2, pages
 size), with keys first. Row r has the pages `table[r]`, in the order of their positions; its query i attends
 to the positions up to `positions[r, i]`. Neighbouring heads of queries share a head of keys and values.
 
-A kernel reads the positions that are attended to, and nothing else; no scores are stored. Tensor cores, and
-NumPy, have the products of the decomposition for many queries of a sequence, in parts.
+A kernel reads the positions that are attended to, and nothing else; no scores are stored. Many queries of a
+sequence have a primitive of their own on tensor cores, which reads queries through views; for heads that it
+does not take, and NumPy, there are products of matrices, in parts.
 
 A step of a single query for each sequence also puts the key and value of its position into a page, before it
 attends. No sequence may attend to the position that another puts: pages that are shared are full.
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.drivers.driver import Capabilities
-from penstock.graph.attention import softmax
+from penstock.graph.attention import MOST_COLUMNS, softmax
 from penstock.graph.contraction import gather, matmul, put_rows
 from penstock.graph.creating import sequence
 from penstock.graph.dtypes import HALF_PRECISION, int32
@@ -45,6 +46,7 @@ from penstock.graph.shaping import concat, permute, reshape, slice_axis
 
 MOST_QUERIES = 16  # of a sequence, whose positions are divided among workgroups; more have other kernels
 _SCORES = 1 << 24  # that are stored at a time
+_TILE = 32  # positions, the smallest on tensor cores
 
 
 def _shape(
@@ -69,12 +71,15 @@ def _reference(
     keys, values = (
         pages[side][table].transpose(0, 2, 1, 3, 4).reshape(rows, key_heads, -1, size) for side in range(2)
     )
+    places = np.arange(keys.shape[2])
+    # What lies after the last position may be anything, such as a NaN of another sequence.
+    written = (places <= positions.max(axis=1, keepdims=True))[:, np.newaxis, :, np.newaxis]
+    keys, values = (np.where(written, side, np.zeros((), side.dtype)) for side in (keys, values))
     grouped = query.reshape(rows, length, key_heads, -1, size).transpose(0, 2, 3, 1, 4)
     scores = np.matmul(grouped, keys[:, :, np.newaxis].swapaxes(-1, -2)) * np.asarray(scale, query.dtype)
     if softcap:
         scores = np.tanh(scores / softcap) * np.asarray(softcap, query.dtype)
     last = positions[:, np.newaxis, np.newaxis, :, np.newaxis]
-    places = np.arange(keys.shape[2])
     seen = (places <= last) & (places > last - window) if window else places <= last
     scores = np.where(seen, scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
@@ -83,17 +88,33 @@ def _reference(
     return np.asarray(result.transpose(0, 3, 1, 2, 4).reshape(query.shape))
 
 
-def reads_pages(dtype: DType, capabilities: Capabilities) -> bool:
+def on_tensor_cores(dtype: DType, size: int, capabilities: Capabilities) -> bool:
+    """Whether tensor cores have many queries of a sequence, with heads of a size, attend to pages."""
+    return capabilities.tensor_cores and dtype in HALF_PRECISION and size in range(16, MOST_COLUMNS + 1, 16)
+
+
+def reads_pages(dtype: DType, size: int, capabilities: Capabilities) -> bool:
     """Whether a kernel has many queries of a sequence read pages, up to the last position they attend to."""
-    return capabilities.compiles and not (capabilities.tensor_cores and dtype in HALF_PRECISION)
+    products = capabilities.tensor_cores and dtype in HALF_PRECISION
+    return capabilities.compiles and (not products or on_tensor_cores(dtype, size, capabilities))
 
 
 def _decomposed(node: Node, capabilities: Capabilities) -> Node | None:
-    """Products of matrices, of a part of the queries at a time; None where a kernel is better."""
+    """The primitive of tensor cores, or products of matrices; None where another kernel is better."""
+    query, pages, *_ = node.inputs
+    given = (query.dtype, query.shape[3], capabilities)
+    if query.shape[1] <= MOST_QUERIES:
+        return None
+    starts = _TILE % pages.shape[3] == 0  # a tile of positions begins where a page does
+    if on_tensor_cores(*given) and starts and node.attributes["scale"] > 0:
+        return Node(PROMPT_ATTENTION, node.inputs, node.attributes)
+    return None if reads_pages(*given) else _by_products(node)
+
+
+def _by_products(node: Node) -> Node:
+    """Products of matrices, of a part of the queries at a time."""
     query, pages, table, positions = node.inputs
     rows, length, heads, _ = query.shape
-    if length <= MOST_QUERIES or reads_pages(query.dtype, capabilities):
-        return None
     reach = table.shape[1] * pages.shape[3]
     most = max(MOST_QUERIES, _SCORES // (rows * heads * reach))
     keys, values = (_read(pages, table, side) for side in range(2))
@@ -158,6 +179,8 @@ PAGED_ATTENTION = Primitive(
     decompose=_decomposed,
     refuses="attention to cached keys and values has no gradient",
 )
+
+PROMPT_ATTENTION = Primitive("prompt_attention", Kind.ATTENTION, _shape, _reference, operations=_operations)
 
 
 def paged_attention(

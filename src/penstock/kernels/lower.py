@@ -18,7 +18,7 @@ from penstock.graph.dtypes import float16, float32
 from penstock.graph.elementwise import FULL
 from penstock.graph.linear import LINEAR
 from penstock.graph.node import Array, Kind, Node
-from penstock.graph.paged_attention import has_step_kernel
+from penstock.graph.paged_attention import PROMPT_ATTENTION, has_step_kernel
 from penstock.graph.reference import computed
 from penstock.kernels.attention.kernels import attention_kernels
 from penstock.kernels.convolution.kernels import convolution_kernels
@@ -80,7 +80,7 @@ def fusible(node: Node, capabilities: Capabilities) -> bool:
         others = LIBRARY_DTYPES if capabilities.matmul_library else ()
         return node.dtype in (float32, float16, *others)
     if kind is Kind.ATTENTION:
-        return has_kernel(node, capabilities)
+        return primitive is PROMPT_ATTENTION or has_kernel(node, capabilities)
     if kind is Kind.PAGED_STEP:
         return has_step_kernel(capabilities)
     if kind is not Kind.ELEMENTWISE or node.dtype in primitive.no_kernel:

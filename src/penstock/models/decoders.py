@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from penstock.graph.dtypes import DType
 from penstock.graph.node import leaf
-from penstock.graph.paged_attention import reads_pages
+from penstock.graph.paged_attention import on_tensor_cores, reads_pages
 from penstock.models.attending import PagedAttention
-from penstock.models.programs import Bucket, Programs, bucket, covering
+from penstock.models.programs import Bucket, Programs, bucket, covering, jitted, weakly
 from penstock.models.sampling import Needs, Sampling, needs_of, numbers_of, sample
 from penstock.models.sequences import TokenSequence
 from penstock.nn.module import evaluating
@@ -30,9 +30,8 @@ from penstock.tensor.assigning import with_rows
 from penstock.tensor.core import Tensor, from_numpy, resolve
 from penstock.tensor.creation import arange, ones, zeros
 from penstock.tensor.dtypes import bool_, float32, int32, uint32
-from penstock.tensor.gathering import full_gathered
+from penstock.tensor.gathering import empty_gathered
 from penstock.tensor.indexing import looked_up
-from penstock.tensor.jit import jit
 from penstock.tensor.manipulation import astype, reshape
 from penstock.tensor.recording import no_grad
 from penstock.tensor.reduction import max as max_
@@ -48,6 +47,7 @@ PAGE = 16  # positions of a page
 RECENT = 8  # positions of a sequence, the last, whose tokens the host can read
 _COUNTERS = 128  # for each sequence, with which kernels count workgroups: as many as it has heads, or fewer
 _SHORTEST = 16  # the smallest bucket of new tokens
+_CONTROL = 7  # numbers of each row of a step of prompts
 # The smallest tables of pages. Those of prompts that continue are small where all of their pages are read;
 # otherwise, a wide table costs nothing but its own memory. Larger tables are powers of 4 of these.
 _TIGHT, _WIDE = 4, 128
@@ -70,6 +70,15 @@ class Step(NamedTuple):
     top_logprobs: Future[npt.NDArray[Any]] | None = None
 
 
+class _Again(NamedTuple):
+    """A step of tokens that may be repeated: its rows, some of which have no sequence any more."""
+
+    rows: Sequence[TokenSequence | None]
+    taken: Bucket
+    repeated: Repeated
+    paged: bool = False  # whether a sequence has got a page since
+
+
 class Decoder:
     """Memory for `pages` pages of keys and values, for up to `slots` sequences at a time."""
 
@@ -81,9 +90,14 @@ class Decoder:
         self._shapes = model.cache_shapes
         # Up to so many positions, keys are those of every sequence with the same tokens.
         self.steady = min((shape.steady or model.context for shape in self._shapes), default=0)
-        # Whether prompts read of their pages what they attend to alone; on CPUs, also when they start.
-        self._wide = reads_pages(weight.dtype, self.device.capabilities)
-        self._from_pages = self._wide and self.device.capabilities.vector_width > 1
+        # Whether prompts read of their pages what they attend to alone; on CPUs and tensor cores, also when
+        # they start.
+        can = self.device.capabilities
+        given = [(weight.dtype, shape.head_size, can) for shape in self._shapes]
+        self._wide = all(reads_pages(*each) for each in given)
+        self._from_pages = self._wide and (
+            can.vector_width > 1 or all(on_tensor_cores(*each) for each in given)
+        )
         self._caches = [self._empty((1,), weight.dtype) for _ in self._shapes]
         self._state = self._empty((slots, 2), int32)  # of each slot: its last token, and the positions before
         # The last tokens of each slot, by their positions modulo `RECENT`, in memory that the host sees where
@@ -94,10 +108,9 @@ class Decoder:
         self._batch: list[TokenSequence] | None = None  # the sequences of the last step, and their settings
         self._numbers, self._seeds, self._needs = self._state, self._state, Needs()
         self._pages_of_slots = np.zeros((slots, pages_of(model.context)), np.int32)
-        self.programs = Programs(_weakly(self._program), _weakly(self._compiling))
-        self._see = _jitted(self._see_row)
-        # The last step, for which sequences it was, if that was of tokens and all of them is as it was.
-        self._again: tuple[list[TokenSequence], Repeated] | None = None
+        self.programs = Programs(weakly(self._program), weakly(self._compiling))
+        self._see = jitted(self._see_row)
+        self._again: _Again | None = None  # the last step, if that was of tokens and may be repeated
         self._last: dict[str, tuple[npt.NDArray[Any], Tensor]] = {}  # what was uploaded for the last tokens
 
     @property
@@ -115,27 +128,26 @@ class Decoder:
         return zeros(shape, dtype=dtype, device=self.device)
 
     def begin(self) -> None:
-        """Allocate the pages, of all layers together."""
+        """Allocate the pages, of all layers together. Nothing is read of them before it is written."""
         shapes = [(2, self.pages, shape.heads, PAGE, shape.head_size) for shape in self._shapes]
-        pages = full_gathered(shapes, 0, [self._dtype] * len(shapes), self.device)
+        pages = empty_gathered(shapes, [self._dtype] * len(shapes), self.device)
         for cache, new in zip(self._caches, pages, strict=True):
             cache._become(new._node)
-        mail = np.zeros((self.slots, RECENT), np.int32)
-        buffer = self.device.upload(mail, into=self.device.visible(mail.nbytes))
-        self._mail._become(leaf(buffer, mail.shape, int32))
+        if self._mail._node.value is None:
+            mail = np.zeros((self.slots, RECENT), np.int32)
+            buffer = self.device.upload(mail, into=self.device.visible(mail.nbytes))
+            self._mail._become(leaf(buffer, mail.shape, int32))
 
     def release(self) -> None:
         """Give the memory of the pages back; the programs stay."""
         for tensor in (*self._caches, self._seen):
             tensor._become(self._empty((1,), tensor.dtype)._node)
         self._batch = self._again = None
-        self._last.clear()
 
     # Steps
 
     def admit(self, sequence: TokenSequence) -> None:
         """Take a sequence, which has a slot and pages, into the batch."""
-        self._again = None
         self._pages_of_slots[sequence.slot, : len(sequence.pages)] = sequence.pages
         if sequence.setting.repetition_penalty == 1:
             return
@@ -151,7 +163,8 @@ class Decoder:
 
     def add_page(self, sequence: TokenSequence, page: int) -> None:
         """Give a sequence a further page."""
-        self._again = None
+        if self._again is not None:
+            self._again = self._again._replace(paged=True)
         self._pages_of_slots[sequence.slot, len(sequence.pages)] = page
         sequence.pages.append(page)
 
@@ -166,7 +179,8 @@ class Decoder:
         rows = bucket(len(parts), 1, self.slots)
         wanted = Bucket(rows, length, width, fresh, self._needs_of(sequences))
         taken, program = self.programs.take(wanted)
-        ids, control, table = self._arrays(taken)
+        (given,) = self._arrays(taken)
+        ids, control, table = _parted(given, taken.length)
         complete: list[TokenSequence | None] = []
         places: list[int] = []
         for row, (sequence, count) in enumerate(parts):
@@ -174,54 +188,88 @@ class Decoder:
             first = sequence.origin + start
             ids[row, :count] = sequence.ids[first : first + count]
             ends = start + count == sequence.target
-            control[row] = sequence.slot, start, count, sequence.first, ends
+            control[row] = sequence.slot, start, count, sequence.first, ends, *sequence.seed.view(np.int32)
             complete.append(sequence if ends else None)
             places.append(_place(sequence.slot, start + count))
-        self._fill(table, sequences)
-        sampling = self._sampling(sequences, taken.rows)
-        return self._step(complete, places, self._run(program, ids, control, table, *sampling))
+        table[: len(parts)] = self._pages_of_slots[[each.slot for each in sequences], : taken.width]
+        numbers = self._kept("numbers", _settings(sequences, taken.rows))
+        return self._step(complete, places, self._run(program, self._replaced("prompts", given), numbers))
 
     def tokens(self, sequences: list[TokenSequence]) -> Step:
         """Append the token of the last step to each of these sequences; the next token of each.
 
         `computed` of each sequence counts that token already.
         """
-        places = [_place(sequence.slot, sequence.computed) for sequence in sequences]
-        if not self._repeats(sequences):
-            return self._step(sequences, places, self._first_tokens(sequences))
-        return self._step(sequences, places, ())
+        others: Others = ()
+        rows = self._repeated(sequences)
+        if rows is None:
+            rows, others = sequences, self._first_tokens(sequences)
+        places = [0 if each is None else _place(each.slot, each.computed) for each in rows]
+        return self._step(rows, places, others)
 
-    def _repeats(self, sequences: list[TokenSequence]) -> bool:
-        """Take the last step once more, if nothing is to be changed on the device for it."""
-        if self._again is None or self._again[0] != sequences:
-            return False
+    def _repeated(self, sequences: list[TokenSequence]) -> Sequence[TokenSequence | None] | None:
+        """Take the last step once more, for those of its sequences that are left: its rows.
+
+        None, and nothing was done, if that does not do.
+        """
+        if self._again is None:
+            return None
+        same = not self._again.paged and self._again.rows == sequences
+        if not same and not self._changed(sequences):
+            return None
         with evaluating():
-            return self._again[1]()
+            return self._again.rows if self._again.repeated() else None
+
+    def _changed(self, sequences: list[TokenSequence]) -> bool:
+        """Have the last step leave rows out, and know further pages, where it lies in the device's memory."""
+        assert self._again is not None
+        taken, going = self._again.taken, set(sequences)
+        rows = [each if each in going else None for each in self._again.rows]
+        fits = taken.rows == bucket(len(sequences), 1, self.slots)
+        fits = fits and taken.width >= self._width(sequences, _WIDE)
+        # The host would wait for the last step if it wrote to memory that it shares with the device.
+        shared = self.device.capabilities.shared_memory
+        if shared or not fits or [each for each in rows if each is not None] != sequences:
+            return False
+        for name, array in zip(("slots", "table"), self._token_arrays(taken, rows), strict=True):
+            last, tensor = self._last[name]
+            if not np.array_equal(last, array):
+                self.device.upload(array, into=tensor._node.value)
+                self._last[name] = (array, tensor)
+        self._again = self._again._replace(rows=rows, paged=False)
+        return True
+
+    def _token_arrays(
+        self, taken: Bucket, rows: Sequence[TokenSequence | None]
+    ) -> tuple[npt.NDArray[np.int32], ...]:
+        """The slots of a step of tokens, and their pages; of those that it does not have, nothing is read."""
+        slots, table = self._arrays(taken)
+        slots[: len(rows)] = [-1 if each is None else each.slot for each in rows]
+        own = slots >= 0
+        table[own] = self._pages_of_slots[slots[own], : taken.width]
+        return slots, table
 
     def _first_tokens(self, sequences: list[TokenSequence]) -> Others:
         """A step unlike the last; the next may be like it, if its program is the best for it."""
         rows = bucket(len(sequences), 1, self.slots)
         wanted = Bucket(rows, 0, self._width(sequences, _WIDE), False, self._needs_of(sequences))
         taken, program = self.programs.take(wanted)
-        slots, table = self._arrays(taken)
-        slots[: len(sequences)] = [sequence.slot for sequence in sequences]
-        self._fill(table, sequences)
+        slots, table = self._token_arrays(taken, sequences)
         sampling = self._sampling(sequences, taken.rows)
         given = self._kept("slots", slots), self._kept("table", table), *sampling
         others: Others = self._run(program, *given)
         with no_grad(), evaluating():
             repeated = program.repeated(*given) if taken == wanted else None
-        self._again = None if repeated is None else (list(sequences), repeated)
+        self._again = None if repeated is None else _Again(list(sequences), taken, repeated)
         return others
 
     def _arrays(self, taken: Bucket) -> tuple[npt.NDArray[np.int32], ...]:
         """What a step is given, before it has any sequence."""
-        table = np.zeros((taken.rows, taken.width), np.int32)
         if not taken.length:
-            return np.full(taken.rows, -1, np.int32), table
-        control = np.zeros((taken.rows, 5), np.int32)
-        control[:, 0] = -1
-        return np.zeros((taken.rows, taken.length), np.int32), control, table
+            return np.full(taken.rows, -1, np.int32), np.zeros((taken.rows, taken.width), np.int32)
+        given = np.zeros((taken.rows, taken.length + _CONTROL + taken.width), np.int32)
+        _parted(given, taken.length)[1][:, 0] = -1
+        return (given,)
 
     def _width(self, sequences: Sequence[TokenSequence], least: int) -> int:
         """The bucket of pages of these sequences."""
@@ -229,21 +277,15 @@ class Decoder:
         longest = max(len(sequence.pages) for sequence in sequences)
         return bucket(longest, min(least, most), most, factor=4)
 
-    def _fill(self, table: npt.NDArray[np.int32], sequences: Sequence[TokenSequence]) -> None:
-        """Note the pages of each row; those that it does not have are never attended to."""
-        slots = [sequence.slot for sequence in sequences]
-        table[: len(slots)] = self._pages_of_slots[slots, : table.shape[1]]
-
     def _needs_of(self, sequences: list[TokenSequence]) -> Needs:
         return self._needs if sequences == self._batch else needs_of([each.setting for each in sequences])
 
     def _sampling(self, sequences: list[TokenSequence], rows: int) -> tuple[Tensor, Tensor]:
         """The settings and seeds of these sequences on the device."""
         if sequences != self._batch or self._seeds.shape[0] != rows:
-            settings = [sequence.setting for sequence in sequences]
-            more = rows - len(settings)
-            self._needs = needs_of(settings)
-            self._numbers = from_numpy(numbers_of([*settings, *[Sampling()] * more]), self.device)
+            self._needs = needs_of([sequence.setting for sequence in sequences])
+            self._numbers = self._kept("numbers", _settings(sequences, rows))
+            more = rows - len(sequences)
             seeds = [*(sequence.seed for sequence in sequences), *[np.zeros(2, np.uint32)] * more]
             self._seeds = from_numpy(np.stack(seeds), self.device)
             self._batch = list(sequences)
@@ -255,6 +297,17 @@ class Decoder:
         if last is None or not np.array_equal(last[0], array):
             last = self._last[name] = (array, from_numpy(array, self.device))
         return last[1]
+
+    def _replaced(self, name: str, array: npt.NDArray[Any]) -> Tensor:
+        """An array on the device, in the place of the last of its shape: so programs find it where it was."""
+        last, shared = self._last.get(name), self.device.capabilities.shared_memory
+        if shared or last is None or last[0].shape != array.shape:
+            return self._kept(name, array)
+        made = Tensor(
+            leaf(self.device.upload(array, into=last[1]._node.value), array.shape, int32), self.device
+        )
+        self._last[name] = (array, made)
+        return made
 
     def _run(self, program: Any, *arrays: Any) -> Any:
         given = [array if isinstance(array, Tensor) else from_numpy(array, self.device) for array in arrays]
@@ -280,47 +333,43 @@ class Decoder:
         """Build a program that may take the steps of others, and run it for no sequence."""
         self._again = None
         self._have_seen()
-        sampling = self._sampling([], chosen.rows)
-        self._run(self.programs.cover(chosen), *self._arrays(chosen), *sampling)
+        numbers, seeds = self._sampling([], chosen.rows)
+        given = [*self._arrays(chosen), numbers, *([] if chosen.length else [seeds])]
+        self._run(self.programs.cover(chosen), *given)
         self._mailed().wait()
 
     def _program(self, chosen: Bucket) -> Any:
         if chosen.length:
-            return _jitted(self._take_prompts, fresh=chosen.fresh, needs=chosen.needs)
-        return _jitted(self._take_token, needs=chosen.needs)
+            fixed = {"length": chosen.length, "fresh": chosen.fresh, "needs": chosen.needs}
+            return jitted(self._take_prompts, **fixed)
+        return jitted(self._take_token, needs=chosen.needs)
 
     def _compiling(self, program: Any, chosen: Bucket) -> Callable[[], None]:
         """What compiles the kernels of a program, in any thread."""
         given = [self._empty(array.shape, int32) for array in self._arrays(chosen)]
-        numbers = self._empty(numbers_of([Sampling()] * chosen.rows).shape, float32)
+        given.append(self._empty(_settings([], chosen.rows).shape, float32))
+        if not chosen.length:
+            given.append(self._empty((chosen.rows, 2), uint32))
         with no_grad(), evaluating():
-            compiles: Callable[[], None] = program.compiling(
-                *given, numbers, self._empty((chosen.rows, 2), uint32)
-            )
+            compiles: Callable[[], None] = program.compiling(*given)
         return compiles
 
     # What the programs compute
 
     def _take_prompts(
-        self,
-        ids: Tensor,
-        control: Tensor,
-        table: Tensor,
-        numbers: Tensor,
-        seeds: Tensor,
-        *,
-        fresh: bool,
-        needs: Needs,
+        self, given: Tensor, numbers: Tensor, *, length: int, fresh: bool, needs: Needs
     ) -> Others:
         """A part of the prompts; sequences whose prompt it completes get a token."""
+        ids, control, table = _parted(given, length)
         slots, starts, counts, firsts, ends = (control[:, k] for k in range(5))
-        rows, length = ids.shape
+        seeds = astype(control[:, 5:], uint32)
+        rows = ids.shape[0]
         attention = PagedAttention(self._caches, table, starts, counts, firsts, length, fresh, self.context)
-        features = self._network.run(ids, attention)
+        features = self._network.run(self._in_vocabulary(ids), attention)
         flat = reshape(features, (rows * length, features.shape[-1]))
         last = arange(rows, dtype=int32, device=ids.device) * length + maximum(counts - 1, 0)
-        drawing = (numbers, seeds, needs)
-        return self._chosen(flat[last], where(ends > 0, slots, -1), starts + counts, True, *drawing)
+        ended = (looked_up(flat, last), where(ends > 0, slots, -1), starts + counts)
+        return self._chosen(*ended, True, numbers, seeds, needs)
 
     def _take_token(
         self, slots: Tensor, table: Tensor, numbers: Tensor, seeds: Tensor, *, needs: Needs
@@ -330,13 +379,17 @@ class Decoder:
         inside = reshape(slots >= 0, (rows, 1))
         state = where(inside, looked_up(self._state, maximum(slots, 0)), 0)
         starts, counts = state[:, 1], astype(slots >= 0, int32)
-        tokens = minimum(maximum(state[:, 0], 0), self._vocab_size - 1)  # which they are: no check is needed
+        tokens = self._in_vocabulary(state[:, 0])
         attention = PagedAttention(
             self._caches, table, starts, counts, starts + 1, 1, False, self.context, self._counters
         )
         features = self._network.run(reshape(tokens, (rows, 1)), attention)
         flat = reshape(features, (rows, features.shape[-1]))
         return self._chosen(flat, slots, starts + 1, False, numbers, seeds, needs)
+
+    def _in_vocabulary(self, ids: Tensor) -> Tensor:
+        """Ids that are known to be in range, so that no program checks them, and the host no result of it."""
+        return minimum(maximum(ids, 0), self._vocab_size - 1)
 
     def _chosen(
         self,
@@ -389,6 +442,17 @@ class Decoder:
         self._seen._rebind(reshape(with_rows(reshape(self._seen, shape), slot, row), self._seen.shape))
 
 
+def _parted(given: Any, length: int) -> tuple[Any, ...]:
+    """The parts of what a step of prompts is given: ids, the numbers of each row, and the table of pages."""
+    return given[:, :length], given[:, length : length + _CONTROL], given[:, length + _CONTROL :]
+
+
+def _settings(sequences: Sequence[TokenSequence], rows: int) -> npt.NDArray[Any]:
+    """The settings of sequences, for so many rows."""
+    settings = [sequence.setting for sequence in sequences]
+    return numbers_of([*settings, *[Sampling()] * (rows - len(settings))])
+
+
 def _place(slot: int, position: int) -> int:
     """Where the mail has the token at a position of a slot."""
     return slot * RECENT + position % RECENT
@@ -404,28 +468,6 @@ def most_pages(model: LanguageModel) -> int:
     """How many pages there can be: a layer has fewer than 2**30 items, so that indices have 32 bits."""
     items = max(2 * shape.heads * shape.head_size for shape in model.cache_shapes) * PAGE
     return ((1 << 30) - 1) // items
-
-
-def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method as a function that does not keep its object, which may hold it, alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any, **fixed: Any) -> Any:
-        bound = reference()
-        assert bound is not None
-        return bound(*args, **fixed)
-
-    return call
-
-
-def _jitted(method: Callable[..., Any], **fixed: Any) -> Any:
-    """A jitted method, which does not keep its object alive."""
-    call = _weakly(method)
-
-    def run(*args: Any) -> Any:
-        return call(*args, **fixed)
-
-    return jit(run)
 
 
 class Decoders:

@@ -123,10 +123,11 @@ def prompt_ids(model: LanguageModel, prompt: Prompt) -> list[int]:
     if isinstance(prompt, str):
         if model.tokenizer is None:
             raise ValueError("the model has no tokenizer, so that a prompt is a list of token ids")
-        ids = [int(token) for token in model.tokenizer.encode(prompt)]
+        given = np.asarray(model.tokenizer.encode(prompt))
     else:
-        ids = [int(token) for token in np.asarray(prompt).reshape(-1)]
-    if not ids or not all(0 <= token < model.vocab_size for token in ids):
+        given = np.asarray(prompt)
+    ids: list[int] = given.reshape(-1).astype(np.int64).tolist()
+    if not ids or min(ids) < 0 or max(ids) >= model.vocab_size:
         most = model.vocab_size - 1
         raise ValueError(f"a prompt has token ids from 0 to {most}, and {ids[:8]} was given")
     return ids

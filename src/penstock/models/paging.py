@@ -19,10 +19,14 @@ def digests(tokens: Sequence[int], size: int, known: Sequence[bytes] = ()) -> li
     `known` are those of the first pages.
     """
     result = list(known)
-    for start in range(len(result) * size, len(tokens) - size + 1, size):
-        before = result[-1] if result else b""
-        page = np.array(tokens[start : start + size], np.int32).tobytes()
-        result.append(hashlib.blake2b(before + page, digest_size=16).digest())
+    new = memoryview(np.array(tokens[len(result) * size :], np.int32).tobytes())
+    nbytes = size * np.dtype(np.int32).itemsize
+    before = result[-1] if result else b""
+    for start in range(0, len(new) - nbytes + 1, nbytes):
+        page = hashlib.blake2b(before, digest_size=16)
+        page.update(new[start : start + nbytes])
+        before = page.digest()
+        result.append(before)
     return result
 
 

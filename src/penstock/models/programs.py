@@ -9,6 +9,7 @@ else would take Python's lock from the steps.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 from penstock.errors import PenstockError
 from penstock.lru import LRU
 from penstock.models.sampling import Needs
+from penstock.tensor.jit import jit
 
 _MOST = 128  # programs beside those that cover others; the least recently used is dropped
 
@@ -142,3 +144,25 @@ class Programs:
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
             self._thread = self._coming = None
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method as a function that does not keep its object, which may hold it, alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any, **fixed: Any) -> Any:
+        bound = reference()
+        assert bound is not None
+        return bound(*args, **fixed)
+
+    return call
+
+
+def jitted(method: Callable[..., Any], **fixed: Any) -> Any:
+    """A jitted method, which does not keep its object alive."""
+    call = weakly(method)
+
+    def run(*args: Any) -> Any:
+        return call(*args, **fixed)
+
+    return jit(run)

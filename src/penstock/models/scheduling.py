@@ -16,7 +16,9 @@ from penstock.models.programs import bucket
 from penstock.models.sequences import Piece, TokenSequence
 
 _AHEAD = 2  # steps that are submitted before the one before them is read: fewer than `RECENT`
+_PATIENCE = 16  # steps of tokens that a prompt waits for others, at most
 CHUNK, CPU_CHUNK = 2048, 512  # tokens of a step of prompts: on a GPU, and elsewhere
+_ALONE = 2  # times as many on a GPU where no tokens wait for that step
 
 
 @dataclass
@@ -38,7 +40,8 @@ class Scheduler:
     ) -> None:
         """`give` is called with each piece as soon as it is known.
 
-        Prompts and tokens take turns, unless `prompts_first`: then all of a batch start together.
+        Prompts wait for each other while tokens are computed, as a step of prompts takes about as long as
+        one of tokens, however few they are; unless `prompts_first`: then all of a batch start together.
         """
         self.decoder, self.pages, self.counts = decoder, Pages(decoder.pages), Counts()
         self.waiting: deque[TokenSequence] = deque()
@@ -49,9 +52,10 @@ class Scheduler:
         self._pending: deque[Step] = deque()  # steps on their way
         self._arrivals = 0
         self._prompts_first = prompts_first
-        self._prompts_last = False  # whether the last step took prompts
+        self._waited, self._idle = 0, 0  # steps of tokens since the last prompts, and slots idle in these
         # Tokens that a step takes at most of a prompt, and of all prompts with padding.
-        self.most_tokens = CHUNK if decoder.device.capabilities.kind == "gpu" else min(CHUNK, CPU_CHUNK)
+        chunk = CHUNK * (_ALONE if prompts_first else 1)
+        self.most_tokens = chunk if decoder.device.capabilities.kind == "gpu" else min(CHUNK, CPU_CHUNK)
 
     @property
     def busy(self) -> bool:
@@ -90,16 +94,25 @@ class Scheduler:
 
     def _next(self) -> Step | None:
         """The next step, of prompts or of tokens."""
-        prompts = [sequence for sequence in self.running if sequence.computed < sequence.target]
-        if not prompts or (self._prompts_last and not self._prompts_first):
-            self._prompts_last = False
+        prompts = self._prompts()
+        if not prompts or self._wait_for_more(len(prompts)):
             if going := self._going():
+                self._waited += 1
+                self._idle += len(prompts)
                 return self.decoder.tokens(going)
-            prompts = [sequence for sequence in self.running if sequence.computed < sequence.target]
+            prompts = self._prompts()
         if not prompts:
             return None
-        self._prompts_last = True
+        self._waited = self._idle = 0
         return self._take_prompts(prompts)
+
+    def _prompts(self) -> list[TokenSequence]:
+        return [sequence for sequence in self.running if sequence.computed < sequence.target]
+
+    def _wait_for_more(self, prompts: int) -> bool:
+        """Whether a step of prompts costs the other sequences more than it cost these to wait so far."""
+        others = len(self.running) - prompts
+        return not self._prompts_first and self._waited < _PATIENCE and self._idle < others
 
     # Joining and leaving
 
@@ -107,10 +120,10 @@ class Scheduler:
         while self.waiting and self._slots:
             sequence = self.waiting[0]
             target = len(sequence.tokens)
-            prefix = self._prefix(sequence)[: (target - 1) // PAGE]  # the last token is always computed
-            if self._is_coming(prefix):
+            known, coming = self._known(sequence, (target - 1) // PAGE)  # the last token is always computed
+            if coming:
                 return
-            shared = self.pages.share(prefix)
+            shared = self.pages.share(known)
             more = pages_of(min(target + 1, self.decoder.context)) - len(shared)
             if self.pages.available < more + sum(map(self._may_grow, self.running)):
                 self.pages.give_back(shared)
@@ -130,14 +143,24 @@ class Scheduler:
         most = len(sequence.ids) - sequence.origin + sequence.max_tokens - sequence.asked
         return len(sequence.pages) < pages_of(min(most, self.decoder.context))
 
-    def _is_coming(self, prefix: list[bytes]) -> bool:
-        """Whether the next page of a prompt is one that another prompt will soon have computed."""
-        digest = next((digest for digest in prefix if not self.pages.knows(digest)), None)
-        return digest is not None and any(
-            digest in self._prefix(sequence)[: sequence.target // PAGE]
-            for sequence in self.running
-            if sequence.computed < sequence.target
+    def _known(self, sequence: TokenSequence, most: int) -> tuple[list[bytes], bool]:
+        """The digests of its first pages that are known, and whether a prompt will soon have the next one.
+
+        Of up to `most` pages; no more digests are computed than it takes.
+        """
+        known: list[bytes] = []
+        while (digest := self._digest(sequence, len(known), most)) and self.pages.knows(digest):
+            known.append(digest)
+        at = len(known)
+        others = (other for other in self.running if other.computed < other.target)
+        return known, digest is not None and any(
+            self._digest(other, at, other.target // PAGE) == digest for other in others
         )
+
+    def _digest(self, sequence: TokenSequence, page: int, most: int) -> bytes | None:
+        """That of one of the first `most` pages, if it can be shared."""
+        digests = self._prefix(sequence, page + 1)[page:] if page < most else []
+        return digests[0] if digests else None
 
     def _leave(self, sequence: TokenSequence) -> None:
         self.running.remove(sequence)
@@ -238,12 +261,12 @@ class Scheduler:
         """Let others share the pages that are full."""
         known = min(sequence.computed, len(sequence.ids) - sequence.origin) // PAGE
         if known > sequence.published:
-            prefix = self._prefix(sequence)[sequence.published : known]
+            prefix = self._prefix(sequence, known)[sequence.published :]
             for page, digest in zip(sequence.pages[sequence.published : known], prefix, strict=False):
                 self.pages.publish(page, digest)
             sequence.published = known
 
-    def _prefix(self, sequence: TokenSequence) -> list[bytes]:
-        """The digests of pages that can be shared."""
+    def _prefix(self, sequence: TokenSequence, count: int) -> list[bytes]:
+        """The digests of the pages that can be shared, of the first `count`."""
         steady = self.decoder.steady
-        return sequence.digests(PAGE)[: steady // PAGE] if sequence.first <= steady else []
+        return sequence.digests(PAGE, min(count, steady // PAGE)) if sequence.first <= steady else []

@@ -99,11 +99,12 @@ class TokenSequence:
         """The tokens that are attended to."""
         return self.ids[self.origin :]
 
-    def digests(self, size: int) -> list[bytes]:
-        """Those of its full pages."""
-        if (len(self._digests) + 1) * size <= len(self.ids) - self.origin:
-            self._digests = digests(self.tokens, size, self._digests)
-        return self._digests
+    def digests(self, size: int, count: int) -> list[bytes]:
+        """Those of its first `count` pages, or of as many as are full."""
+        if len(self._digests) < min(count, (len(self.ids) - self.origin) // size):
+            tokens = self.ids[self.origin : self.origin + count * size]
+            self._digests = digests(tokens, size, self._digests)
+        return self._digests[:count]
 
     def push(self, token: int, logprob: float | None = None, top: Sequence[tuple[int, float]] = ()) -> Piece:
         """The piece of a further token, given what was computed for it; it has what was asked for."""
@@ -124,6 +125,8 @@ class TokenSequence:
             text += decoder.push([token])
         if self.finish_reason:
             text += decoder.finish()
+        if not self._stop:
+            return text
         ends = [place for string in self._stop if (place := text.find(string)) >= 0]
         if ends:
             text, self.finish_reason = text[: min(ends)], "stop"

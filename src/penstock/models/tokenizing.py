@@ -45,7 +45,8 @@ class TextTokenizer:
 
     def decode(self, ids: npt.ArrayLike) -> str:
         """The text of ids, without special tokens. What is not UTF-8 becomes U+FFFD."""
-        return self._model.decode(np.asarray(ids, np.int64).ravel().tolist(), skip_special_tokens=True)
+        given = ids if isinstance(ids, list) else np.asarray(ids, np.int64).ravel().tolist()
+        return self._model.decode(given, skip_special_tokens=True)
 
     def stream(self) -> TextStream:
         """Decodes ids as they come."""

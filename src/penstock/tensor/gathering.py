@@ -44,6 +44,21 @@ def gathered(arrays: Arrays, device: Device) -> list[Tensor]:
     return result
 
 
+def empty_gathered(shapes: Sequence[Shape], dtypes: Sequence[DType], device: Device) -> list[Tensor]:
+    """New tensors that hold anything, in as few allocations as possible."""
+    if device.dispatcher is not None:  # `auto` chooses where values lie
+        return [
+            full(shape, 0, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True)
+        ]
+    result: list[Tensor] = []
+    sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+    for part, offsets, nbytes in side_by_side(sizes, device.capabilities):
+        allocation = _new(nbytes, device)
+        for at, offset in zip(part, offsets, strict=True):
+            result.append(Tensor(leaf(allocation.part(offset, sizes[at]), shapes[at], dtypes[at]), device))
+    return result
+
+
 def full_gathered(
     shapes: Sequence[Shape], value: float, dtypes: Sequence[DType], device: Device
 ) -> list[Tensor]:
@@ -53,23 +68,18 @@ def full_gathered(
             full(shape, value, dtype=dtype, device=device)
             for shape, dtype in zip(shapes, dtypes, strict=True)
         ]
-    result: list[Tensor] = []
-    sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+    result = empty_gathered(shapes, dtypes, device)
     filled: dict[DType, Tensor] = {}  # a piece, which is copied: a kernel has no indices for an allocation
-    for part, offsets, nbytes in side_by_side(sizes, device.capabilities):
-        allocation = _new(nbytes, device)
-        for at, offset in zip(part, offsets, strict=True):
-            shape, dtype = shapes[at], dtypes[at]
-            if dtype not in filled:
-                largest = max(size for size, other in zip(sizes, dtypes, strict=True) if other == dtype)
-                items = min(largest, _PIECE) // dtype.itemsize
-                filled[dtype] = full((items,), value, dtype=dtype, device=device)
-                filled[dtype]._realize()
-            piece = filled[dtype]._node
-            for start in range(offset, offset + sizes[at], _PIECE):
-                count = min(_PIECE, offset + sizes[at] - start)
-                device.copy(allocation.part(start, count), piece.value, count)
-            result.append(Tensor(leaf(allocation.part(offset, sizes[at]), shape, dtype), device))
+    for tensor in result:
+        dtype, nbytes = tensor.dtype, tensor._node.nbytes
+        if dtype not in filled:
+            largest = max(other._node.nbytes for other in result if other.dtype == dtype)
+            items = min(largest, _PIECE) // dtype.itemsize
+            filled[dtype] = full((items,), value, dtype=dtype, device=device)
+            filled[dtype]._realize()
+        for start in range(0, nbytes, _PIECE):
+            count = min(_PIECE, nbytes - start)
+            device.copy(tensor._node.value.part(start, count), filled[dtype]._node.value, count)
     return result
 
 

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.fusion.groups import Group
-from penstock.fusion.views import operand_source, rows_index
+from penstock.fusion.views import operand_source, rows_index, whole_index
 from penstock.graph.attention import ATTENTION, GRADIENT_PARTS
-from penstock.graph.dtypes import float16
+from penstock.graph.dtypes import HALF_PRECISION, float16
 from penstock.graph.node import Node, Shape
+from penstock.graph.paged_attention import PROMPT_ATTENTION
 from penstock.kernels.source import KernelSource, head
-from penstock.kernels.templates.launches import Launch, Lowering
+from penstock.kernels.templates.launches import Launch, Lowering, one_launch
 
 _BLOCK_ROWS, _BLOCK_THREADS = 64, 128  # of a workgroup: four warps with 16 rows each
 
@@ -52,6 +53,8 @@ class _Parameter:
 
 def attention_kernels(group: Group, ending: str) -> Lowering:
     """The launches of a group, with an ending for kernel names; unused results go to scratch."""
+    if group.outputs[0].primitive is PROMPT_ATTENTION:
+        return one_launch(_prompt_source(group, f"attention_from_prompt_{ending}"))
     writer = _Writer(group, ending)
     return writer.forward() if writer.primitive is ATTENTION else writer.backward()
 
@@ -172,6 +175,66 @@ class _Writer:
     def _input_number(self, operand: Node) -> int:
         source = operand_source(operand, self._group.inputs, rows_index)
         return len(self._group.outputs) + self._group.inputs.index(source)
+
+
+# Prompts over pages
+
+
+def _prompt_source(group: Group, name: str) -> KernelSource:
+    """The kernel of queries that see the keys and values in pages up to positions of their own."""
+    (node,) = group.outputs
+    query, pages, table, positions = (_Operand(operand, group) for operand in node.inputs)
+    rows, length, heads, width = node.shape
+    _, count, key_heads, page, _ = pages.shape
+    blocks, tiling = -(-length // _BLOCK_ROWS), _FORWARD.narrow if width <= 64 else _FORWARD.wide
+    window, softcap, scale = (node.attributes[each] for each in ("window", "softcap", "scale"))
+    half, capped = ("true" if each else "false" for each in (query.node.dtype == float16, softcap))
+    keys = f"{pages.at(b2=f'(head / {heads // key_heads})')}, {table.at(i='batch')}"
+    keys += f", {pages.stride('b1')}l, {pages.stride('i')}l, {pages.stride('b0')}l, {count}"
+    offset, stride = _contiguous(node.shape)
+    arguments = (
+        f"out + {offset}, {stride}",
+        f"Matrix{{{query.at(b0='batch', i='head')}, {query.stride('b1')}}}",
+        f"Pages{{{keys}}}",
+        positions.at(i="batch"),
+        f"{blocks - 1} - block, (float){scale!r}, (float){softcap!r}",  # the longest come first, as above
+    )
+    kind = f"{half}, {width}, {tiling.tile}, {tiling.stages}, {length}, {page}, {window}, {capped}"
+    body = (
+        f"    int block = GROUP(0) % {blocks}, head = GROUP(0) / {blocks} % {heads};\n"
+        f"    long batch = GROUP(0) / {blocks * heads};\n"
+        f"    attention_from_prompt<{kind}>({', '.join(arguments)});\n"
+    )
+    inputs = [_bits(each) for each in group.inputs]
+    named = [(dtype, f"in{number}") for number, dtype in enumerate(inputs)]
+    text = f"{head(name, [('uint16', 'out')], named)}{body}}}\n"
+    grid = (blocks * heads * rows,)
+    return KernelSource(name, text, ("uint16", *inputs), (), grid, (_BLOCK_THREADS,), resident=tiling.groups)
+
+
+class _Operand:
+    """Where a kernel finds the items of an operand: by views of an input of its group, or in an input."""
+
+    def __init__(self, node: Node, group: Group) -> None:
+        self.node, self.shape = node, node.shape
+        source = operand_source(node, group.inputs, rows_index)
+        self._name = f"in{group.inputs.index(source)}"
+        in_place = rows_index(node, group.inputs)
+        self._index = whole_index(node.shape) if in_place is None else in_place[1]
+
+    def at(self, **digits: str) -> str:
+        """The address of the first item, or of that at an index along some axes."""
+        factors = {digit: self.stride(axis) for axis, digit in digits.items()}
+        return f"{self._name} + {_sum(self._index.constant, **factors)}"
+
+    def stride(self, axis: str) -> int:
+        """The items from one to the next along an axis."""
+        return self._index.factor(axis)
+
+
+def _bits(node: Node) -> str:
+    """The dtype in which a kernel has the items of an input."""
+    return "uint16" if node.dtype in HALF_PRECISION else str(node.dtype)
 
 
 def _contiguous(shape: Shape) -> tuple[str, int]:

@@ -6,6 +6,46 @@ template <int QUERIES, int KEYS, bool CAUSAL> DEVICE int last_key(int query) {
     return CAUSAL && own < KEYS - 1 ? own : KEYS - 1;
 }
 
+// Replace scores by their weights, and add these up. Exponentials are relative to a score that is not far
+// below the greatest one so far. It follows only where they would become large, since all sums have to be
+// changed then.
+template <int N, int M> DEVICE void weigh(
+    float (&s)[N][4], float (&most)[2], float (&total)[2], float (&result)[M][4], float factor) {
+    float now[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        now[h] = most[h];
+#pragma unroll
+        for (int j = 0; j < N; j++) now[h] = fmaxf(now[h], fmaxf(s[j][2 * h], s[j][2 * h + 1]));
+        now[h] = fmaxf(now[h], __shfl_xor_sync(ALL_LANES, now[h], 1));
+        now[h] = fmaxf(now[h], __shfl_xor_sync(ALL_LANES, now[h], 2));
+    }
+    if (__any_sync(ALL_LANES, fmaxf(now[0] - most[0], now[1] - most[1]) * factor > 8)) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float fade = power_of_two((most[h] - now[h]) * factor);
+            most[h] = now[h];
+            total[h] *= fade;
+#pragma unroll
+            for (int j = 0; j < M; j++) {
+                result[j][2 * h] *= fade;
+                result[j][2 * h + 1] *= fade;
+            }
+        }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float shift = most[h] * factor, sum = 0;
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            s[j][2 * h] = power_of_two(s[j][2 * h] * factor - shift);
+            s[j][2 * h + 1] = power_of_two(s[j][2 * h + 1] * factor - shift);
+            sum += s[j][2 * h] + s[j][2 * h + 1];
+        }
+        total[h] += sum;
+    }
+}
+
 template <bool HALF, int D, int TILE, int STAGES, bool CAUSAL, int QUERIES, int KEYS>
 DEVICE void attention_forward(
     ushort *out, long out_stride, float *lse, Matrix q, Matrix k, Matrix v, int block, float scale) {
@@ -52,41 +92,7 @@ DEVICE void attention_forward(
                     if (key > last(row + lane / 4 + e / 2 * 8)) s[j][e] = -INFINITY;
                 }
         }
-        float now[2];
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            now[h] = most[h];
-#pragma unroll
-            for (int j = 0; j < TILE / 8; j++) now[h] = fmaxf(now[h], fmaxf(s[j][2 * h], s[j][2 * h + 1]));
-            now[h] = fmaxf(now[h], __shfl_xor_sync(ALL_LANES, now[h], 1));
-            now[h] = fmaxf(now[h], __shfl_xor_sync(ALL_LANES, now[h], 2));
-        }
-        // Exponentials are relative to a score that is not far below the greatest one so far. It follows only
-        // where they would become large, since all sums have to be changed then.
-        if (__any_sync(ALL_LANES, fmaxf(now[0] - most[0], now[1] - most[1]) * factor > 8)) {
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                float fade = power_of_two((most[h] - now[h]) * factor);
-                most[h] = now[h];
-                total[h] *= fade;
-#pragma unroll
-                for (int j = 0; j < D / 8; j++) {
-                    result[j][2 * h] *= fade;
-                    result[j][2 * h + 1] *= fade;
-                }
-            }
-        }
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            float shift = most[h] * factor, sum = 0;
-#pragma unroll
-            for (int j = 0; j < TILE / 8; j++) {
-                s[j][2 * h] = power_of_two(s[j][2 * h] * factor - shift);
-                s[j][2 * h + 1] = power_of_two(s[j][2 * h + 1] * factor - shift);
-                sum += s[j][2 * h] + s[j][2 * h + 1];
-            }
-            total[h] += sum;
-        }
+        weigh(s, most, total, result, factor);
         left_of<HALF>(weights, s);
         add_product<HALF, TILE, D>(result, weights, here.at + bytes);
         products_end<0>();

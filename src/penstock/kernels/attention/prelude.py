@@ -3,7 +3,7 @@
 `passes.cu` has the passes forward and backward. A workgroup has 64 queries or keys of a head, and loops over
 tiles of the other side; the next tiles are copied while the current one is used. Scores exist in registers
 only. Exponentials are powers of two, so a score is multiplied by `scale * log2(e)`. A query sees the keys up
-to its own index plus `keys - queries`, or all of them.
+to its own index plus `keys - queries`, or all of them. `pages.cu` has the pass of prompts over pages.
 
 `tiles.cu` has tiles in shared memory: rows of up to 128 items of half precision, in one or two panels of 64
 columns. A row of a panel takes 128 bytes, and its eight chunks of 16 bytes are swizzled by the last three
@@ -48,14 +48,18 @@ def _beside(name: str) -> str:
     return "\n" + Path(__file__).with_name(name).read_text("utf-8")
 
 
-ATTENTION_PRELUDE = "\n".join(
-    [
-        _beside("tiles.cu"),
-        "#ifdef __CUDA_ARCH_FEAT_SM90_ALL",
-        *(_product_of_four_warps(columns) for columns in (16, 32, 48, 64)),
-        _beside("wgmma.cu"),
-        "#else",
-        _beside("mma.cu"),
-        "#endif",
-    ]
-) + _beside("passes.cu")
+ATTENTION_PRELUDE = (
+    "\n".join(
+        [
+            _beside("tiles.cu"),
+            "#ifdef __CUDA_ARCH_FEAT_SM90_ALL",
+            *(_product_of_four_warps(columns) for columns in (16, 32, 48, 64)),
+            _beside("wgmma.cu"),
+            "#else",
+            _beside("mma.cu"),
+            "#endif",
+        ]
+    )
+    + _beside("passes.cu")
+    + _beside("pages.cu")
+)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from penstock.drivers.driver import Capabilities
 from penstock.graph.node import Node
-from penstock.kernels.builder import KernelBuilder
+from penstock.kernels import ir
+from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.dialects.dialect import MANY_STEPS
 from penstock.kernels.source import KernelSource
@@ -58,35 +59,49 @@ def _put(node: Node, capabilities: Capabilities) -> KernelSource:
     dtype, (_, rows, index) = str(node.dtype), node.inputs
     length, rest = node.shape[0], math.prod(node.shape[1:])
     k = KernelBuilder("put_rows", capabilities, [dtype], [dtype, str(index.dtype)])
-    # A thread of a CPU has whole rows, one of a GPU an item.
-    columns = rest if is_cpu(capabilities) else 1
+    # A thread of a CPU has whole rows, one of a GPU a vector.
+    columns = rest if is_cpu(capabilities) else _width(node, rest)
     tasks = Tasks(rows.size // columns, capabilities)
     with tasks.each(k) as task:
-        position = k.let("position", task // (rest // columns))
-        row = k.let("row", k.load_index(k.inputs[1], position, length))
-        with k.when(row >= 0):
-            if is_cpu(capabilities):
-                with k.loop("column", 0, rest) as column:
-                    k.store(k.outputs[0], row * rest + column, k.load(k.inputs[0], task * rest + column))
-            else:
-                k.store(k.outputs[0], row * rest + task % rest, k.load(k.inputs[0], task))
+        if is_cpu(capabilities):
+            row = k.let("row", k.load_index(k.inputs[1], task, length))
+            with k.when(row >= 0), k.loop("column", 0, rest) as column:
+                k.store(k.outputs[0], row * rest + column, k.load(k.inputs[0], task * rest + column))
+        else:
+            _put_vector(k, k.inputs, task, length, rest, columns)
     return k.source(tasks.grid, tasks.group)
 
 
+def _width(node: Node, rest: int) -> int:
+    """The items of a vector that a thread puts: a part of a row, of up to 16 bytes."""
+    return next(width for width in (8, 4, 2, 1) if rest % width == 0 and width * node.dtype.itemsize <= 16)
+
+
+def _put_vector(
+    k: KernelBuilder, memories: Sequence[Memory], number: ir.Expr, length: int, rest: int, width: int
+) -> None:
+    """Put one of all vectors of the rows; `memories` are those of the rows and of their indices."""
+    rows, index = memories
+    first = k.let("first_item", number * width)
+    row = k.let("row", k.load_index(index, first // rest, length))
+    with k.when(row >= 0):
+        items = k.load(rows, first) if width == 1 else k.load_vector(rows, first, width, width)
+        k.store(k.outputs[0], row * rest + first % rest, k.let("items", items), width)
+
+
 def _put_or_copy(node: Node, capabilities: Capabilities) -> KernelSource:
-    """Threads put items of rows, and copy the other rows if the result is not in their place."""
+    """Threads put vectors of rows, and copy the other rows if the result is not in their place."""
     dtype, (_, rows, index) = str(node.dtype), node.inputs
     length, rest = node.shape[0], math.prod(node.shape[1:])
     k = KernelBuilder("put_few_rows", capabilities, [dtype], [dtype, dtype, str(index.dtype)])
-    threads = min(_COPY_THREADS, capabilities.max_group_size)
+    width, threads = _width(node, rest), min(_COPY_THREADS, capabilities.max_group_size)
+    vectors = rows.size // width
     groups = max(
-        min(_COPY_GROUPS * capabilities.compute_units, -(-length // threads)), -(-rows.size // threads)
+        min(_COPY_GROUPS * capabilities.compute_units, -(-length // threads)), -(-vectors // threads)
     )
     thread = k.let("global_thread", k.group() * threads + k.thread)
-    with k.when(thread < rows.size):
-        row = k.let("row", k.load_index(k.inputs[2], thread // rest, length))
-        with k.when(row >= 0):
-            k.store(k.outputs[0], row * rest + thread % rest, k.load(k.inputs[1], thread))
+    with k.when(thread < vectors):
+        _put_vector(k, k.inputs[1:], thread, length, rest, width)
     with (
         k.when(~k.same_memory(k.outputs[0], k.inputs[0])),
         k.loop("copied", thread, length, groups * threads) as copied,
