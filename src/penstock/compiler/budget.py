@@ -30,6 +30,7 @@ from penstock.kernels.costing import costs
 from penstock.kernels.lower import Lowering
 from penstock.kernels.source import ALIGNMENT
 from penstock.memory.pool import size_class
+from penstock.plan.arena import lower_bound
 from penstock.plan.order import deferred, ordered
 from penstock.plan.prefetching import prefetched
 from penstock.plan.recomputing import sequels
@@ -57,7 +58,7 @@ def fit(state: Compilation, target: Target) -> Compilation:
     for outline in _outlines(state, target, room):
         outlines.append(outline)
         if outline.least <= room:
-            planned = outline.planned()
+            planned = plan(outline.laid_out(), target)
             if taken_bytes(planned, target) <= room:
                 return planned
     raise _refusal(_smallest(state, outlines, target), target)
@@ -68,15 +69,16 @@ def frontier(state: Compilation, target: Target) -> list[Compilation]:
     outlines = list(_outlines(state, target))
     smallest = _smallest(state, outlines, target)
     most, least = taken_bytes(state, target), taken_bytes(smallest, target)
-    result = [state]
+    result, last = [state], most
     for share in range(1, _LEVELS):
         level = most - (most - least) * share // _LEVELS
         outline = next((outline for outline in outlines if outline.least <= level), None)
         if outline is None:  # the given order, in which exchanges overlap, may be better than these
             break
-        planned = outline.planned()
-        if least < taken_bytes(planned, target) < taken_bytes(result[-1], target):
+        planned = plan(outline.laid_out(), target)
+        if least < (nbytes := taken_bytes(planned, target)) < last:
             result.append(planned)
+            last = nbytes
     return [*result, smallest] if least < most else result
 
 
@@ -154,6 +156,11 @@ def taken_bytes(state: Compilation, target: Target) -> int:
     """
     assert state.plan is not None
     arenas = sum(size_class(max(arena.arena_bytes, 1)) for arena in state.plan.plans)
+    return _taken_bytes(state, target, arenas)
+
+
+def _taken_bytes(state: Compilation, target: Target, arenas: int) -> int:
+    """The same with arenas of so many bytes."""
     freed = target.budget.freed(state.hosted_state) if target.budget else 0
     return arenas + sum(_counted_results(state, target).values()) - freed
 
@@ -195,7 +202,7 @@ class _Outline:
     """A way to run the groups before it is planned."""
 
     least: int  # bytes, for sure
-    planned: Callable[[], Compilation]
+    laid_out: Callable[[], Compilation]
 
 
 def _outlines(state: Compilation, target: Target, room: int | None = None) -> Iterator[_Outline]:
@@ -236,8 +243,8 @@ def _outlines(state: Compilation, target: Target, room: int | None = None) -> It
         least = least_of(sequel)
         if link is not None and sequel.moves:  # with time for the copies, or else in the least memory
             early = partial(prefetched, sequel, tasks, nbytes, link)
-            yield _Outline(least, partial(_planned, state, target, works.nodes, early))
-        yield _Outline(least, partial(_planned, state, target, works.nodes, partial(replace, sequel)))
+            yield _Outline(least, partial(_laid_out, state, target, works.nodes, early))
+        yield _Outline(least, partial(_laid_out, state, target, works.nodes, partial(replace, sequel)))
 
 
 def _state(
@@ -322,10 +329,10 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _planned(
+def _laid_out(
     state: Compilation, target: Target, nodes: Sequence[Node], sequence_of: Callable[[], Sequel]
 ) -> Compilation:
-    """The groups in another sequence, with a plan."""
+    """The groups in another sequence, with the lifetimes of their values."""
     sequel = sequence_of()
     holder = dict(enumerate(nodes))  # the node that holds each number
     sent: dict[int, Node] = {}  # results that go to the host: what they are there
@@ -360,7 +367,7 @@ def _planned(
     )
     works = works_of(moved)
     turns = turns_of(moved, target, works, fetched_in_time(moved, works, sequence), spare=False)
-    return plan(lay_out(replace(moved, turns=turns), target), target)
+    return lay_out(replace(moved, turns=turns), target)
 
 
 def _move(run: Run, holder: dict[int, Node], before: Sequence[Move]) -> Move:
@@ -369,7 +376,7 @@ def _move(run: Run, holder: dict[int, Node], before: Sequence[Move]) -> Move:
     if run.task == HOLD:
         return Move("hold", read, next(move.hosted for move in before if move.value is read))
     (number,) = run.writes
-    holder[number] = written = Node(read.primitive, read.inputs, read.attributes)
+    holder[number] = written = read.alike(read.inputs)
     return Move("out", read, written) if run.task == OUT else Move("in", written, read)
 
 
@@ -380,12 +387,12 @@ def _moved(group: Group, bases: Mapping[Node, Node]) -> Group:
     def given(node: Node) -> Node:
         if node is base(node):
             return bases[node]
-        return Node(node.primitive, (given(node.inputs[0]), *node.inputs[1:]), node.attributes)
+        return node.alike((given(node.inputs[0]), *node.inputs[1:]))
 
     for node in group.inputs:
         new[node] = given(node)
     for node in group.nodes:
-        new[node] = Node(node.primitive, tuple(new[parent] for parent in node.inputs), node.attributes)
+        new[node] = node.alike(tuple([new[parent] for parent in node.inputs]))
     return group.on(new)
 
 
@@ -393,10 +400,16 @@ def _smallest(state: Compilation, outlines: Sequence[_Outline], target: Target) 
     """Of all ways to run the groups, that which takes the least memory."""
     best, least = state, taken_bytes(state, target)
     for outline in reversed(outlines):
-        if outline.least < least:
-            planned = outline.planned()
-            if (nbytes := taken_bytes(planned, target)) < least:
-                best, least = planned, nbytes
+        if outline.least >= least:
+            continue
+        laid_out = outline.laid_out()
+        assert laid_out.layout is not None
+        arena = lower_bound(laid_out.layout.lifetimes, ALIGNMENT)
+        if _taken_bytes(laid_out, target, arena) >= least:
+            continue
+        planned = plan(laid_out, target)
+        if (nbytes := taken_bytes(planned, target)) < least:
+            best, least = planned, nbytes
     return best
 
 

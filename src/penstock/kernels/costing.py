@@ -20,12 +20,9 @@ _DIGEST = 13  # characters of the digest at the end of a kernel's name
 
 def costs(group: Group, lowering: Lowering) -> list[Cost]:
     """The cost of each launch of a group."""
-    holders = [base(node) for node in (*group.outputs, *group.inputs)]
-    first = {node: at for at, node in reversed([*enumerate(holders)])}
-    alike = tuple(first[node] for node in holders)
-    if alike not in lowering.known_costs:
-        lowering.known_costs[alike] = _costs(group, lowering)
-    return lowering.known_costs[alike]
+    if group.sharing not in lowering.known_costs:
+        lowering.known_costs[group.sharing] = _costs(group, lowering)
+    return lowering.known_costs[group.sharing]
 
 
 def _costs(group: Group, lowering: Lowering) -> list[Cost]:

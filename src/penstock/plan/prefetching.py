@@ -26,7 +26,7 @@ class _Windows:
         self._runs = sequel.runs
         self._byte = link.byte
         self._nbytes = nbytes
-        self._load = np.array(sequel.load)
+        self._load = list(sequel.load)
         prices = [tasks[run.task].price or 0.0 if run.task >= 0 else 0.0 for run in sequel.runs]
         self._begins = np.cumsum([0.0, *prices]).tolist()  # when kernels reach each run
         self._sent = {run.writes[0]: at for at, run in enumerate(sequel.runs) if run.task == OUT}
@@ -47,7 +47,7 @@ class _Windows:
         return self._nbytes[self._sequel.value_of[number]]
 
     def _room(self, at: int, size: int) -> bool:
-        return bool(self._load[at] + size <= self._sequel.peak_bytes)
+        return self._load[at] + size <= self._sequel.peak_bytes
 
     def _fetches(self) -> dict[int, list[Run]]:
         """The fetches, by the run that they stand before: from the last on, each done before the next."""
