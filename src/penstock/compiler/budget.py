@@ -10,7 +10,7 @@ packed arenas are the proof.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -57,10 +57,8 @@ def fit(state: Compilation, target: Target) -> Compilation:
     outlines: list[_Outline] = []
     for outline in _outlines(state, target, room):
         outlines.append(outline)
-        if outline.least <= room:
-            planned = plan(outline.laid_out(), target)
-            if taken_bytes(planned, target) <= room:
-                return planned
+        if outline.least <= room and (planned := _planned(outline, target, room)):
+            return planned
     raise _refusal(_smallest(state, outlines, target), target)
 
 
@@ -239,12 +237,16 @@ def _outlines(state: Compilation, target: Target, room: int | None = None) -> It
             _AMPLE * (target.budget or Budget(0)).limit
         )
 
-    for sequel in _frontier(tasks, order, nbytes, kept, link, own, new, ample):
-        least = least_of(sequel)
-        if link is not None and sequel.moves:  # with time for the copies, or else in the least memory
-            early = partial(prefetched, sequel, tasks, nbytes, link)
-            yield _Outline(least, partial(_laid_out, state, target, works.nodes, early))
-        yield _Outline(least, partial(_laid_out, state, target, works.nodes, partial(replace, sequel)))
+    def outline(sequel: Sequel, with_time: bool) -> _Outline:
+        sequence = partial(replace, sequel)
+        if link is not None and with_time:
+            sequence = partial(prefetched, sequel, tasks, nbytes, link)
+        return _Outline(least_of(sequel), partial(_laid_out, state, target, works.nodes, sequence))
+
+    for found in _frontier(tasks, order, nbytes, kept, link, own, new, ample):
+        # With time for copies; or else, where none of these can be packed, in the least memory.
+        yield from (outline(sequel, sequel.moves) for sequel in found)
+        yield from (outline(sequel, False) for sequel in found if sequel.moves)
 
 
 def _state(
@@ -292,16 +294,16 @@ def _frontier(
     own: Mapping[int, tuple[int, int | None]],
     new: frozenset[int],
     ample: Callable[[Sequel], bool],
-) -> Iterator[Sequel]:
+) -> Iterator[Iterable[Sequel]]:
     """Sequences that take less and less memory. With a link, none for which a cheaper one takes no more.
 
     A search that may move values decides greedily, and can end with dearer sequences than one that may not.
-    Both go on after one that is `ample` only if more are asked for.
+    Both go on after one that is `ample` only if more are asked for: those are the second part.
     """
     state = {value: new for value, (_, new) in own.items()}
     plain = sequels(tasks, order, nbytes, kept, state=state, new=new)
     if link is None:
-        yield from plain
+        yield plain
         return
     searches = (plain, sequels(tasks, order, nbytes, kept, link, state, new))
     every: list[Sequel] = []
@@ -311,9 +313,9 @@ def _frontier(
             if ample(sequel):
                 break
     first = _cheapest(every)
-    yield from first
+    yield first
     every += chain(*searches)
-    yield from (sequel for sequel in _cheapest(every) if not any(sequel is other for other in first))
+    yield [sequel for sequel in _cheapest(every) if not any(sequel is other for other in first)]
 
 
 def _cheapest(sequels: Sequence[Sequel]) -> list[Sequel]:
@@ -400,17 +402,19 @@ def _smallest(state: Compilation, outlines: Sequence[_Outline], target: Target) 
     """Of all ways to run the groups, that which takes the least memory."""
     best, least = state, taken_bytes(state, target)
     for outline in reversed(outlines):
-        if outline.least >= least:
-            continue
-        laid_out = outline.laid_out()
-        assert laid_out.layout is not None
-        arena = lower_bound(laid_out.layout.lifetimes, ALIGNMENT)
-        if _taken_bytes(laid_out, target, arena) >= least:
-            continue
-        planned = plan(laid_out, target)
-        if (nbytes := taken_bytes(planned, target)) < least:
-            best, least = planned, nbytes
+        if outline.least < least and (planned := _planned(outline, target, least - 1)):
+            best, least = planned, taken_bytes(planned, target)
     return best
+
+
+def _planned(outline: _Outline, target: Target, most: int) -> Compilation | None:
+    """The plan of an outline; None if it takes more than so many bytes, which is mostly seen before."""
+    laid_out = outline.laid_out()
+    assert laid_out.layout is not None
+    if _taken_bytes(laid_out, target, lower_bound(laid_out.layout.lifetimes, ALIGNMENT)) > most:
+        return None
+    planned = plan(laid_out, target)
+    return planned if taken_bytes(planned, target) <= most else None
 
 
 def _refusal(smallest: Compilation, target: Target) -> OutOfDeviceMemory:

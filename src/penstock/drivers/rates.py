@@ -72,7 +72,7 @@ class StepRates:
         """Rates in relations that are usual, where only these count: a byte is moved in a unit of time."""
         if not gpu:
             return cls(1.0, {"float32": 16.0}, 64 << 10, 1 / _LINK)
-        half = dict.fromkeys(("float16", "bfloat16"), 150.0)
+        half = dict.fromkeys(("float16", "bfloat16"), 250.0)
         return cls(1.0, {"float32": 75.0 if tf32 else 20.0, **half}, 4 << 20, 1 / _LINK)
 
     def product_rate(self, dtype: str) -> float:
