@@ -32,6 +32,7 @@ class StepRates:
     operations: Mapping[str, float]  # of products of matrices, by dtype; float32 is always there
     launch: float  # seconds that each launch takes beside its work
     link: float  # bytes between the memory of the host and that of the device
+    attention: float = 1.0  # of the rate of products: the share that those inside of attention reach
 
     def seconds(self, launches: Sequence[Cost], copies: Sequence[Crossing] = ()) -> float:
         """About how long a program takes, with the time in which launches wait for copies.
@@ -64,7 +65,8 @@ class StepRates:
 
     def launch_seconds(self, cost: Cost) -> float:
         """About how long a launch takes by itself: what it moves and what it multiplies, it does at once."""
-        multiplying = cost.operations / self.product_rate(cost.product) if cost.product else 0.0
+        rate = self.product_rate(cost.product) * (self.attention if cost.attends else 1.0)
+        multiplying = cost.operations / rate if cost.product else 0.0
         return self.launch + max(cost.nbytes / self.bandwidth, multiplying)
 
     @classmethod

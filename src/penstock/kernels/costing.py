@@ -36,6 +36,7 @@ def _costs(group: Group, lowering: Lowering) -> list[Cost]:
     product = next(
         (str(node.inputs[0].dtype) for node in group.nodes if node.primitive.multiplies_matrices), ""
     )
+    attends = any(node.primitive.kind is Kind.ATTENTION for node in group.nodes)
     operations = sum(node.primitive.operations_of(node) for node in group.nodes) // len(lowering.launches)
     inputs_at, scratch_at = len(group.outputs), len(nodes)
     result = []
@@ -48,7 +49,8 @@ def _costs(group: Group, lowering: Lowering) -> list[Cost]:
         # Scratch is written by a launch and read by another, so each has half of the bytes.
         scratch = sum(sizes[at] for at in moved if at >= scratch_at and len(lowering.launches) > 1)
         own = operations if launch.operations is None else launch.operations
-        result.append(Cost(own, inputs + scratch // 2, outputs + scratch - scratch // 2, shapes, product))
+        read, written = inputs + scratch // 2, outputs + scratch - scratch // 2
+        result.append(Cost(own, read, written, shapes, product, attends))
     return result
 
 
@@ -65,6 +67,7 @@ def merged(names: Sequence[str], parts: Sequence[Cost | None]) -> Cost | None:
         sum(part.written_bytes for part in known),
         f"{len(known)} in one ({listed}), the first {known[0].shapes}",
         next((part.product for part in known if part.product), ""),
+        any(part.attends for part in known),
     )
 
 

@@ -80,7 +80,7 @@ def _with_dtypes(rates: StepRates, ceilings: Ceilings, dtypes: Iterable[str], me
 
 
 def _parsed(value: Any) -> StepRates:
-    rates = {name: float(value[name]) for name in ("bandwidth", "launch", "link")}
+    rates = {name: float(value[name]) for name in ("bandwidth", "launch", "link", "attention")}
     operations = {str(dtype): float(rate) for dtype, rate in value["operations"].items()}
     if not all(0 < rate < float("inf") for rate in (*rates.values(), *operations.values())):
         raise ValueError("rates are positive")
@@ -129,20 +129,26 @@ def fitted(launches: Sequence[Sequence[Cost]], times: Sequence[float]) -> StepRa
         rows = np.array([_amounts(costs, rates) for costs in launches]) / np.array(times)[:, None]
         scale = np.maximum(rows.max(axis=0), 1 / _FASTEST)
         costs = _nonnegative(rows / scale, np.ones(len(rows))) / scale
-        launch, moving, multiplying = np.maximum(costs, 1 / _FASTEST).tolist()
-        rates = StepRates(1 / moving, {"float32": 1 / multiplying}, max(launch, _LEAST_LAUNCH), _FASTEST)
+        launch, moving, multiplying, attending = np.maximum(costs, 1 / _FASTEST).tolist()
+        share = min(multiplying / attending, 1.0) if rows[:, 3].any() else 1.0
+        operations = {"float32": 1 / multiplying}
+        rates = StepRates(1 / moving, operations, max(launch, _LEAST_LAUNCH), _FASTEST, share)
     return rates
 
 
 def _amounts(costs: Sequence[Cost], rates: StepRates) -> list[float]:
-    """Launches, the bytes that take time, and the operations of products that do."""
+    """Launches, the bytes that take time, and the operations of products that do: others, and attention's."""
     rate = rates.product_rate("float32")
-    multiplying = [
-        bool(cost.product) and cost.operations * rates.bandwidth > cost.nbytes * rate for cost in costs
-    ]
-    moved = sum(cost.nbytes for cost, multiplies in zip(costs, multiplying, strict=True) if not multiplies)
-    products = sum(cost.operations for cost, multiplies in zip(costs, multiplying, strict=True) if multiplies)
-    return [len(costs), moved, products]
+    moved, products, attended = 0, 0, 0
+    for cost in costs:
+        share = rates.attention if cost.attends else 1.0
+        if not cost.product or cost.operations * rates.bandwidth <= cost.nbytes * rate * share:
+            moved += cost.nbytes
+        elif cost.attends:
+            attended += cost.operations
+        else:
+            products += cost.operations
+    return [len(costs), moved, products, attended]
 
 
 def _nonnegative(matrix: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> npt.NDArray[Any]:
