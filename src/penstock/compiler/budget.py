@@ -36,7 +36,7 @@ from penstock.plan.prefetching import prefetched
 from penstock.plan.recomputing import sequels
 from penstock.plan.sequences import HOLD, OUT, Link, Run, Sequel, Task
 
-_SURE = 0.95  # of what is estimated to be live: no plan takes less
+_SURE = 0.99  # of what is estimated to be live: no plan takes less
 # Of a budget: if so much of it is left, a search has gone on for long enough. More than gaps between packed
 # values take, so that no sequence is found below the smallest budget of a search to the end.
 _AMPLE = 1 / 8
@@ -152,15 +152,17 @@ def taken_bytes(state: Compilation, target: Target) -> int:
 
     Less what inputs do not take that lie at the host.
     """
+    return _arena_bytes(state) + _bytes_beside_arenas(state, target)
+
+
+def _arena_bytes(state: Compilation) -> int:
     assert state.plan is not None
-    arenas = sum(size_class(max(arena.arena_bytes, 1)) for arena in state.plan.plans)
-    return _taken_bytes(state, target, arenas)
+    return sum(size_class(max(arena.arena_bytes, 1)) for arena in state.plan.plans)
 
 
-def _taken_bytes(state: Compilation, target: Target, arenas: int) -> int:
-    """The same with arenas of so many bytes."""
+def _bytes_beside_arenas(state: Compilation, target: Target) -> int:
     freed = target.budget.freed(state.hosted_state) if target.budget else 0
-    return arenas + sum(_counted_results(state, target).values()) - freed
+    return sum(_counted_results(state, target).values()) - freed
 
 
 def _counted_results(state: Compilation, target: Target) -> dict[Node, int]:
@@ -411,10 +413,11 @@ def _planned(outline: _Outline, target: Target, most: int) -> Compilation | None
     """The plan of an outline; None if it takes more than so many bytes, which is mostly seen before."""
     laid_out = outline.laid_out()
     assert laid_out.layout is not None
-    if _taken_bytes(laid_out, target, lower_bound(laid_out.layout.lifetimes, ALIGNMENT)) > most:
+    room = most - _bytes_beside_arenas(laid_out, target)
+    if lower_bound(laid_out.layout.lifetimes, ALIGNMENT) > room:
         return None
     planned = plan(laid_out, target)
-    return planned if taken_bytes(planned, target) <= most else None
+    return planned if _arena_bytes(planned) <= room else None
 
 
 def _refusal(smallest: Compilation, target: Target) -> OutOfDeviceMemory:

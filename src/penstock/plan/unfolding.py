@@ -45,9 +45,8 @@ class Unfolded:
         # Bytes of results that cannot take over the memory of what they replace, and of state on the device.
         self.apart = sum(search.nbytes[value] for value in late | stays)
         self.again = unfolding.again  # tasks that run again, and where
-        self.main = (
-            unfolding.main
-        )  # the runs of the order itself, by position, after those for what they read
+        # The runs of the order itself, by position, after those for what they read.
+        self.main = np.array(unfolding.main, np.int64)
         self._search = search
         self._first_copy = len(search.nbytes)
         self._born, self._last = self._lifetimes(unfolding)
@@ -215,7 +214,7 @@ class Unfolding:
         self.hosted = {value: value for value in state}
         self.runs: list[Run] = []
         self.places: list[int] = []
-        self.main = np.zeros(len(search.order), np.int64)
+        self.main = [0] * len(search.order)
         self.added: list[int] = []  # runs that differ from those of the order
         self.changed: list[int] = []  # places of runs that read other copies
         self._done = 0
@@ -237,7 +236,7 @@ class Unfolding:
         count, first = place - self._done, len(self.runs)
         self.runs += self._search.plain[self._done : place]
         self.places += range(self._done, place)
-        self.main[self._done : place] = np.arange(first, first + count)
+        self.main[self._done : place] = range(first, first + count)
         self._done = place
 
     def run(self, place: int, reads: tuple[int, ...]) -> None:
