@@ -28,6 +28,7 @@ from penstock.models.gpt2 import GPT, Block
 
 VOCABULARY, CONTEXT, HEAD = 50304, 1024, 128
 GIB = 1 << 30
+GOAL = 0.1  # of the predicted time
 
 
 def narrow_gpt(width: int, layers: int) -> GPT:
@@ -73,7 +74,7 @@ def lines(training: Training, device: ps.Device, limit: int, steps: int, report:
     if present:
         device.sync()
     schedule, stats = training.schedule, device.memory_stats()
-    seconds = rates.seconds(*timeline(schedule, device.capabilities))
+    seconds = predicted = rates.seconds(*timeline(schedule, device.capabilities))
     print(f"first step in {perf_counter() - start:.1f} s; {seconds:.2f} s for others predicted", flush=True)
     taken = stats.driver_bytes - stats.staging_bytes
     detail = (
@@ -82,14 +83,19 @@ def lines(training: Training, device: ps.Device, limit: int, steps: int, report:
     )
     report.add("share of the cap taken", taken / limit, "", "<= 1", taken <= limit, detail)
     if present:
+        start = perf_counter()
         losses.append(training.next_loss())  # which captures a graph
         device.sync()
+        print(f"second step in {perf_counter() - start:.2f} s", flush=True)
         start = perf_counter()
         losses += [training.next_loss() for _ in range(steps)]
         device.sync()
         seconds = (perf_counter() - start) / steps
         values = ", ".join(f"{loss.item():.3f}" for loss in losses)
-        report.add("seconds for a step", seconds, "s", "", None, f"losses {values}")
+        detail = f"{predicted:.2f} predicted; losses {values}"
+        report.add(
+            "seconds for a step", seconds, "s", "within 10%", abs(predicted / seconds - 1) < GOAL, detail
+        )
     rate = training.tokens.shape[0] * CONTEXT / seconds
     share = 6 * training.parameters * rate / rates.product_rate("bfloat16")
     report.add("tokens/s", rate, "", "", None, f"{share:.1%} of the rate of products, without attention's")

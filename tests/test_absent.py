@@ -147,7 +147,7 @@ def test_a_device_that_is_here_has_the_plans_of_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = ps.devices()[0]
-    rates = StepRates(1e10, {"float32": 1e11, "float16": 5e10}, 2e-6, 3e9)
+    rates = StepRates(1e10, {"float32": 1e11, "float16": 5e10}, 2e-6, 3e9, attention=0.5)
     file = tmp_path / "here.toml"
     file.write_text(description_text(here.capabilities, rates))
     capabilities, read = read_description(file)
@@ -160,23 +160,25 @@ def test_a_device_that_is_here_has_the_plans_of_its_file(
 
 def test_rates_are_those_that_explain_the_times() -> None:
     rng = np.random.default_rng(0)
-    true = StepRates(3e9, {"float32": 5e10}, 4e-6, 1e18)
+    true = StepRates(3e9, {"float32": 5e10}, 4e-6, 1e18, attention=0.4)
 
     def launches() -> list[Cost]:
         sizes = rng.integers(1 << 12, 1 << 24, (int(rng.integers(2, 30)), 3)).tolist()
-        kinds = [("", 1), ("float32", 1 << 8)]
+        kinds = [("", 1, False), ("float32", 1 << 8, False), ("float32", 1 << 8, True)]
+        made = [(*kinds[at % 3], *size) for at, size in enumerate(sizes)]
         return [
-            Cost(operations * kinds[at % 2][1], read, written, "", kinds[at % 2][0])
-            for at, (operations, read, written) in enumerate(sizes)
+            Cost(operations * times, read, written, "", product, attends)
+            for product, times, attends, operations, read, written in made
         ]
 
-    programs = [launches() for _ in range(6)]
+    programs = [launches() for _ in range(8)]
     programs.append([Cost(0, 8, 8, "")] * 40)
     result = fitted(programs, [true.seconds(costs) for costs in programs])
     assert result.bandwidth == pytest.approx(true.bandwidth, rel=1e-3)
     assert result.product_rate("float32") == pytest.approx(true.product_rate("float32"), rel=1e-3)
     assert result.product_rate("int8") == result.product_rate("float32")
     assert result.launch == pytest.approx(true.launch, rel=1e-3)
+    assert result.attention == pytest.approx(true.attention, rel=1e-3)
 
 
 @pytest.mark.slow

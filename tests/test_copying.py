@@ -18,7 +18,8 @@ from penstock.drivers.driver import Cost
 from penstock.drivers.rates import BESIDE, Crossing, StepRates
 from penstock.errors import OutOfDeviceMemory
 from penstock.plan.copying import Traffic, Window, elapsed
-from penstock.plan.sequences import IN, OUT, Link, Run, Task
+from penstock.plan.prefetching import prefetched
+from penstock.plan.sequences import HOLD, IN, OUT, Link, Run, Sequel, Task
 
 PLAIN = StepRates(1.0, {"float32": 1.0}, 0.0, 1.0)  # a byte takes a second, here and on the link
 
@@ -93,6 +94,24 @@ def test_kernels_wait_for_what_they_read_and_for_room() -> None:
     state = unfolded([Run(IN, (3,), (4,)), first], [4, 4], frozenset({3}))
     assert elapsed(state, tasks, nbytes, link) == 4 + 10
     assert elapsed(unfolded([first, send], [4, 4]), tasks, nbytes, Link(1.0, 0.5)) == 10 + 0.5 + 4
+
+
+def test_copies_of_state_run_in_both_directions_at_once() -> None:
+    """Updates that take less time than their copies, with memory for three values: two are on their way."""
+    tasks = [Task((), (0,), price=1.0), *(Task((at,), (6 + at,), price=1.0) for at in range(1, 6))]
+    runs, load = [Run(0, (), (0,))], [12]
+    for at in range(1, 6):
+        fetch, send = Run(IN, (at,), (20 + at,)), Run(OUT, (6 + at,), (30 + at,))
+        runs, load = [*runs, fetch, Run(at, (20 + at,), (6 + at,)), send], [*load, 4, 4, 4]
+    value_of = (*range(20), *range(10), *range(6, 16))
+    sequel = Sequel(tuple(runs), value_of, 12, 0.0, (), tuple(load), frozenset(range(1, 6)))
+    early = prefetched(sequel, tasks, [12] + [4] * 16, Link(1.0, 0.0)).runs
+    ran = {run.task: at for at, run in enumerate(early) if run.task >= 0}
+    fetched = {run.reads[0]: at for at, run in enumerate(early) if run.task == IN}
+    held = {run.reads[0] - 6: at for at, run in enumerate(early) if run.task == HOLD}
+    for at in range(1, 5):
+        assert fetched[at + 1] < ran[at]
+        assert held[at] > ran[at + 1]
 
 
 def test_a_copy_costs_what_its_window_is_too_short_for() -> None:

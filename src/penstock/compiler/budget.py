@@ -10,7 +10,7 @@ packed arenas are the proof.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -30,12 +30,13 @@ from penstock.kernels.costing import costs
 from penstock.kernels.lower import Lowering
 from penstock.kernels.source import ALIGNMENT
 from penstock.memory.pool import size_class
+from penstock.plan.arena import lower_bound
 from penstock.plan.order import deferred, ordered
 from penstock.plan.prefetching import prefetched
 from penstock.plan.recomputing import sequels
 from penstock.plan.sequences import HOLD, OUT, Link, Run, Sequel, Task
 
-_SURE = 0.95  # of what is estimated to be live: no plan takes less
+_SURE = 0.99  # of what is estimated to be live: no plan takes less
 # Of a budget: if so much of it is left, a search has gone on for long enough. More than gaps between packed
 # values take, so that no sequence is found below the smallest budget of a search to the end.
 _AMPLE = 1 / 8
@@ -56,10 +57,8 @@ def fit(state: Compilation, target: Target) -> Compilation:
     outlines: list[_Outline] = []
     for outline in _outlines(state, target, room):
         outlines.append(outline)
-        if outline.least <= room:
-            planned = outline.planned()
-            if taken_bytes(planned, target) <= room:
-                return planned
+        if outline.least <= room and (planned := _planned(outline, target, room)):
+            return planned
     raise _refusal(_smallest(state, outlines, target), target)
 
 
@@ -68,15 +67,16 @@ def frontier(state: Compilation, target: Target) -> list[Compilation]:
     outlines = list(_outlines(state, target))
     smallest = _smallest(state, outlines, target)
     most, least = taken_bytes(state, target), taken_bytes(smallest, target)
-    result = [state]
+    result, last = [state], most
     for share in range(1, _LEVELS):
         level = most - (most - least) * share // _LEVELS
         outline = next((outline for outline in outlines if outline.least <= level), None)
         if outline is None:  # the given order, in which exchanges overlap, may be better than these
             break
-        planned = outline.planned()
-        if least < taken_bytes(planned, target) < taken_bytes(result[-1], target):
+        planned = plan(outline.laid_out(), target)
+        if least < (nbytes := taken_bytes(planned, target)) < last:
             result.append(planned)
+            last = nbytes
     return [*result, smallest] if least < most else result
 
 
@@ -152,10 +152,17 @@ def taken_bytes(state: Compilation, target: Target) -> int:
 
     Less what inputs do not take that lie at the host.
     """
+    return _arena_bytes(state) + _bytes_beside_arenas(state, target)
+
+
+def _arena_bytes(state: Compilation) -> int:
     assert state.plan is not None
-    arenas = sum(size_class(max(arena.arena_bytes, 1)) for arena in state.plan.plans)
+    return sum(size_class(max(arena.arena_bytes, 1)) for arena in state.plan.plans)
+
+
+def _bytes_beside_arenas(state: Compilation, target: Target) -> int:
     freed = target.budget.freed(state.hosted_state) if target.budget else 0
-    return arenas + sum(_counted_results(state, target).values()) - freed
+    return sum(_counted_results(state, target).values()) - freed
 
 
 def _counted_results(state: Compilation, target: Target) -> dict[Node, int]:
@@ -195,7 +202,7 @@ class _Outline:
     """A way to run the groups before it is planned."""
 
     least: int  # bytes, for sure
-    planned: Callable[[], Compilation]
+    laid_out: Callable[[], Compilation]
 
 
 def _outlines(state: Compilation, target: Target, room: int | None = None) -> Iterator[_Outline]:
@@ -232,12 +239,16 @@ def _outlines(state: Compilation, target: Target, room: int | None = None) -> It
             _AMPLE * (target.budget or Budget(0)).limit
         )
 
-    for sequel in _frontier(tasks, order, nbytes, kept, link, own, new, ample):
-        least = least_of(sequel)
-        if link is not None and sequel.moves:  # with time for the copies, or else in the least memory
-            early = partial(prefetched, sequel, tasks, nbytes, link)
-            yield _Outline(least, partial(_planned, state, target, works.nodes, early))
-        yield _Outline(least, partial(_planned, state, target, works.nodes, partial(replace, sequel)))
+    def outline(sequel: Sequel, with_time: bool) -> _Outline:
+        sequence = partial(replace, sequel)
+        if link is not None and with_time:
+            sequence = partial(prefetched, sequel, tasks, nbytes, link)
+        return _Outline(least_of(sequel), partial(_laid_out, state, target, works.nodes, sequence))
+
+    for found in _frontier(tasks, order, nbytes, kept, link, own, new, ample):
+        # With time for copies; or else, where none of these can be packed, in the least memory.
+        yield from (outline(sequel, sequel.moves) for sequel in found)
+        yield from (outline(sequel, False) for sequel in found if sequel.moves)
 
 
 def _state(
@@ -285,16 +296,16 @@ def _frontier(
     own: Mapping[int, tuple[int, int | None]],
     new: frozenset[int],
     ample: Callable[[Sequel], bool],
-) -> Iterator[Sequel]:
+) -> Iterator[Iterable[Sequel]]:
     """Sequences that take less and less memory. With a link, none for which a cheaper one takes no more.
 
     A search that may move values decides greedily, and can end with dearer sequences than one that may not.
-    Both go on after one that is `ample` only if more are asked for.
+    Both go on after one that is `ample` only if more are asked for: those are the second part.
     """
     state = {value: new for value, (_, new) in own.items()}
     plain = sequels(tasks, order, nbytes, kept, state=state, new=new)
     if link is None:
-        yield from plain
+        yield plain
         return
     searches = (plain, sequels(tasks, order, nbytes, kept, link, state, new))
     every: list[Sequel] = []
@@ -304,9 +315,9 @@ def _frontier(
             if ample(sequel):
                 break
     first = _cheapest(every)
-    yield from first
+    yield first
     every += chain(*searches)
-    yield from (sequel for sequel in _cheapest(every) if not any(sequel is other for other in first))
+    yield [sequel for sequel in _cheapest(every) if not any(sequel is other for other in first)]
 
 
 def _cheapest(sequels: Sequence[Sequel]) -> list[Sequel]:
@@ -322,10 +333,10 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _planned(
+def _laid_out(
     state: Compilation, target: Target, nodes: Sequence[Node], sequence_of: Callable[[], Sequel]
 ) -> Compilation:
-    """The groups in another sequence, with a plan."""
+    """The groups in another sequence, with the lifetimes of their values."""
     sequel = sequence_of()
     holder = dict(enumerate(nodes))  # the node that holds each number
     sent: dict[int, Node] = {}  # results that go to the host: what they are there
@@ -360,7 +371,7 @@ def _planned(
     )
     works = works_of(moved)
     turns = turns_of(moved, target, works, fetched_in_time(moved, works, sequence), spare=False)
-    return plan(lay_out(replace(moved, turns=turns), target), target)
+    return lay_out(replace(moved, turns=turns), target)
 
 
 def _move(run: Run, holder: dict[int, Node], before: Sequence[Move]) -> Move:
@@ -369,7 +380,7 @@ def _move(run: Run, holder: dict[int, Node], before: Sequence[Move]) -> Move:
     if run.task == HOLD:
         return Move("hold", read, next(move.hosted for move in before if move.value is read))
     (number,) = run.writes
-    holder[number] = written = Node(read.primitive, read.inputs, read.attributes)
+    holder[number] = written = read.alike(read.inputs)
     return Move("out", read, written) if run.task == OUT else Move("in", written, read)
 
 
@@ -380,12 +391,12 @@ def _moved(group: Group, bases: Mapping[Node, Node]) -> Group:
     def given(node: Node) -> Node:
         if node is base(node):
             return bases[node]
-        return Node(node.primitive, (given(node.inputs[0]), *node.inputs[1:]), node.attributes)
+        return node.alike((given(node.inputs[0]), *node.inputs[1:]))
 
     for node in group.inputs:
         new[node] = given(node)
     for node in group.nodes:
-        new[node] = Node(node.primitive, tuple(new[parent] for parent in node.inputs), node.attributes)
+        new[node] = node.alike(tuple([new[parent] for parent in node.inputs]))
     return group.on(new)
 
 
@@ -393,11 +404,20 @@ def _smallest(state: Compilation, outlines: Sequence[_Outline], target: Target) 
     """Of all ways to run the groups, that which takes the least memory."""
     best, least = state, taken_bytes(state, target)
     for outline in reversed(outlines):
-        if outline.least < least:
-            planned = outline.planned()
-            if (nbytes := taken_bytes(planned, target)) < least:
-                best, least = planned, nbytes
+        if outline.least < least and (planned := _planned(outline, target, least - 1)):
+            best, least = planned, taken_bytes(planned, target)
     return best
+
+
+def _planned(outline: _Outline, target: Target, most: int) -> Compilation | None:
+    """The plan of an outline; None if it takes more than so many bytes, which is mostly seen before."""
+    laid_out = outline.laid_out()
+    assert laid_out.layout is not None
+    room = most - _bytes_beside_arenas(laid_out, target)
+    if lower_bound(laid_out.layout.lifetimes, ALIGNMENT) > room:
+        return None
+    planned = plan(laid_out, target)
+    return planned if _arena_bytes(planned) <= room else None
 
 
 def _refusal(smallest: Compilation, target: Target) -> OutOfDeviceMemory:

@@ -10,9 +10,8 @@ from penstock.compiler.budget import described, result_bytes
 from penstock.compiler.compilation import Compilation
 from penstock.compiler.schedule import BufferSpec, Copy, Location, Schedule, Step
 from penstock.compiler.target import Target
-from penstock.fusion.groups import Group
 from penstock.fusion.views import base
-from penstock.graph.node import Kind, Node
+from penstock.graph.node import Node
 from penstock.graph.reference import constant_key
 from penstock.kernels.concatenation import Call
 from penstock.kernels.costing import costs
@@ -101,7 +100,7 @@ class _Steps:
                     locations=tuple(locations[at] for at in launch.buffers),
                     scalars=launch.scalars,
                     constants=scalars,
-                    work=_work(group),
+                    work=group.work,
                     touched=Touched(reads, writes + restored),
                     scratch=tuple(self._span(value) for value in scratch),
                     cost=cost,
@@ -151,15 +150,3 @@ def _kind(written: Lowering | None) -> Literal["kernel", "library", "host"]:
     if written is None:
         return "host"
     return "library" if isinstance(written.function, LibraryLaunch) else "kernel"
-
-
-def _work(group: Group) -> int:
-    """About how many items times operations a group takes."""
-    total = 0
-    for node in group.nodes:
-        if node.primitive.kind is Kind.CONTRACTION:
-            total += node.size * node.inputs[0].shape[-1] // 8  # in vectors
-        elif not node.primitive.is_free:
-            source = max((node, *node.inputs), key=lambda value: value.size)
-            total += source.size * (8 if node.primitive.costly or not group.kind.fuses else 1)
-    return total

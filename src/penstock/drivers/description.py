@@ -90,10 +90,11 @@ class _File:
             self._refuse(f"rates.operations.{min(unknown)}", f"no dtype of products: {', '.join(_DTYPES)}")
         if "float32" not in operations:
             self._refuse("rates.operations.float32", "missing; it is the number of operations a second")
-        names = ("bandwidth", "launch", "link")
+        names = ("bandwidth", "launch", "link", "attention")
         if other := set(given) - set(names):
             self._refuse(f"rates.{min(other)}", f"nothing that is known: {', '.join(names)} and operations")
-        rates = {name: self._rate(given.get(name), f"rates.{name}") for name in names}
+        rates = {"attention": 1.0, **given}
+        rates = {name: self._rate(rates.get(name), f"rates.{name}") for name in names}
         return StepRates(operations=operations, **rates)
 
     def _table(self, content: Mapping[str, Any], name: str, inside: str = "") -> Mapping[str, Any]:
@@ -129,7 +130,7 @@ def description_text(capabilities: Capabilities, rates: StepRates) -> str:
         if field.name not in skipped
     }
     operations = {f"operations.{dtype}": rate for dtype, rate in rates.operations.items()}
-    numbers = {"bandwidth": rates.bandwidth, "launch": rates.launch, "link": rates.link}
+    numbers = {name: getattr(rates, name) for name in ("bandwidth", "launch", "link", "attention")}
     return "\n".join(
         [
             "# What training steps reach: bytes and operations a second, and seconds for a launch.",

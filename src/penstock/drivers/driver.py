@@ -145,6 +145,7 @@ class Cost:
     written_bytes: int
     shapes: str  # of inputs and outputs, for display
     product: str = ""  # the dtype of the matrices that it multiplies; empty if it multiplies none
+    attends: bool = False  # whether these products are those of attention
 
     @property
     def nbytes(self) -> int:

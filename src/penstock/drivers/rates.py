@@ -32,6 +32,7 @@ class StepRates:
     operations: Mapping[str, float]  # of products of matrices, by dtype; float32 is always there
     launch: float  # seconds that each launch takes beside its work
     link: float  # bytes between the memory of the host and that of the device
+    attention: float = 1.0  # of the rate of products: the share that those inside of attention reach
 
     def seconds(self, launches: Sequence[Cost], copies: Sequence[Crossing] = ()) -> float:
         """About how long a program takes, with the time in which launches wait for copies.
@@ -64,7 +65,8 @@ class StepRates:
 
     def launch_seconds(self, cost: Cost) -> float:
         """About how long a launch takes by itself: what it moves and what it multiplies, it does at once."""
-        multiplying = cost.operations / self.product_rate(cost.product) if cost.product else 0.0
+        rate = self.product_rate(cost.product) * (self.attention if cost.attends else 1.0)
+        multiplying = cost.operations / rate if cost.product else 0.0
         return self.launch + max(cost.nbytes / self.bandwidth, multiplying)
 
     @classmethod
@@ -72,7 +74,7 @@ class StepRates:
         """Rates in relations that are usual, where only these count: a byte is moved in a unit of time."""
         if not gpu:
             return cls(1.0, {"float32": 16.0}, 64 << 10, 1 / _LINK)
-        half = dict.fromkeys(("float16", "bfloat16"), 150.0)
+        half = dict.fromkeys(("float16", "bfloat16"), 250.0)
         return cls(1.0, {"float32": 75.0 if tf32 else 20.0, **half}, 4 << 20, 1 / _LINK)
 
     def product_rate(self, dtype: str) -> float:

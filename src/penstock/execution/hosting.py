@@ -82,9 +82,9 @@ class Residents:
 
     def freed(self, hosted: Collection[int]) -> int:
         """How much less of the device's memory is taken where some lie at the host, than where none do."""
-        freed = 0
+        freed, gone = 0, frozenset(hosted)
         for nbytes, parts in self._together:
-            stay = [at for at in parts if at not in hosted]
+            stay = [at for at in parts if at not in gone]
             freed += nbytes - self._taken(stay) if len(stay) < len(parts) else 0
         return freed
 

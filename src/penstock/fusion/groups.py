@@ -16,7 +16,7 @@ from penstock.fusion.clusters import Cluster, Clustering
 from penstock.fusion.column_reductions import fuse_column_reductions
 from penstock.fusion.kinds import GroupKind
 from penstock.fusion.storing import Storing
-from penstock.fusion.views import operand_reader, operand_source
+from penstock.fusion.views import base, operand_reader, operand_source
 from penstock.graph.node import Kind, Node, topological
 from penstock.graph.raw import all_parts
 
@@ -50,13 +50,33 @@ class Group:
         )
         return self.kind.value, leaves, inside, tuple(number[node] for node in self.outputs)
 
+    @cached_property
+    def sharing(self) -> tuple[int, ...]:
+        """For each output and input, the number of the first that is held by the same value."""
+        holders = [base(node) for node in (*self.outputs, *self.inputs)]
+        first = {node: at for at, node in reversed([*enumerate(holders)])}
+        return tuple(first[node] for node in holders)
+
+    @cached_property
+    def work(self) -> int:
+        """About how many items times operations it takes."""
+        total = 0
+        for node in self.nodes:
+            if node.primitive.kind is Kind.CONTRACTION:
+                total += node.size * node.inputs[0].shape[-1] // 8  # in vectors
+            elif not node.primitive.is_free:
+                largest = max(value.size for value in (node, *node.inputs))
+                total += largest * (8 if node.primitive.costly or not self.kind.fuses else 1)
+        return total
+
     def on(self, values: Mapping[Node, Node]) -> Group:
         """The same group on other values: for each node another of the same kind."""
         outputs, inputs, nodes = (
             tuple([values[node] for node in own]) for own in (self.outputs, self.inputs, self.nodes)
         )
         moved = Group(self.kind, outputs, inputs, nodes, self.columns)
-        vars(moved)["structure"] = self.structure  # which depends on kinds only
+        for same in ("structure", "sharing", "work"):  # which depend on kinds, and on which values are one
+            vars(moved)[same] = getattr(self, same)
         return moved
 
 

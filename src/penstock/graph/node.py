@@ -197,6 +197,15 @@ class Node:
         """The same operation on other inputs; the node itself if these are its own."""
         return self if inputs == self.inputs else Node(self.primitive, inputs, self.attributes)
 
+    def alike(self, inputs: tuple[Node, ...]) -> Node:
+        """The same operation on other inputs of the same shapes and dtypes, whose result is not known."""
+        node = Node.__new__(Node)
+        node.primitive, node.inputs, node.attributes = self.primitive, inputs, self.attributes
+        node.shape, node.dtype, node.span = self.shape, self.dtype, self.span
+        node.value = node.owner = node.holder = None
+        node.tracked, node.depth, node.pending_bytes = self.tracked, self.depth, self.pending_bytes
+        return node
+
     @property
     def ndim(self) -> int:
         """The number of axes."""

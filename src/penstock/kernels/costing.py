@@ -20,12 +20,9 @@ _DIGEST = 13  # characters of the digest at the end of a kernel's name
 
 def costs(group: Group, lowering: Lowering) -> list[Cost]:
     """The cost of each launch of a group."""
-    holders = [base(node) for node in (*group.outputs, *group.inputs)]
-    first = {node: at for at, node in reversed([*enumerate(holders)])}
-    alike = tuple(first[node] for node in holders)
-    if alike not in lowering.known_costs:
-        lowering.known_costs[alike] = _costs(group, lowering)
-    return lowering.known_costs[alike]
+    if group.sharing not in lowering.known_costs:
+        lowering.known_costs[group.sharing] = _costs(group, lowering)
+    return lowering.known_costs[group.sharing]
 
 
 def _costs(group: Group, lowering: Lowering) -> list[Cost]:
@@ -39,6 +36,7 @@ def _costs(group: Group, lowering: Lowering) -> list[Cost]:
     product = next(
         (str(node.inputs[0].dtype) for node in group.nodes if node.primitive.multiplies_matrices), ""
     )
+    attends = any(node.primitive.kind is Kind.ATTENTION for node in group.nodes)
     operations = sum(node.primitive.operations_of(node) for node in group.nodes) // len(lowering.launches)
     inputs_at, scratch_at = len(group.outputs), len(nodes)
     result = []
@@ -51,7 +49,8 @@ def _costs(group: Group, lowering: Lowering) -> list[Cost]:
         # Scratch is written by a launch and read by another, so each has half of the bytes.
         scratch = sum(sizes[at] for at in moved if at >= scratch_at and len(lowering.launches) > 1)
         own = operations if launch.operations is None else launch.operations
-        result.append(Cost(own, inputs + scratch // 2, outputs + scratch - scratch // 2, shapes, product))
+        read, written = inputs + scratch // 2, outputs + scratch - scratch // 2
+        result.append(Cost(own, read, written, shapes, product, attends))
     return result
 
 
@@ -68,6 +67,7 @@ def merged(names: Sequence[str], parts: Sequence[Cost | None]) -> Cost | None:
         sum(part.written_bytes for part in known),
         f"{len(known)} in one ({listed}), the first {known[0].shapes}",
         next((part.product for part in known if part.product), ""),
+        any(part.attends for part in known),
     )
 
 

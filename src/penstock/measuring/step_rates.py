@@ -27,19 +27,21 @@ from penstock.measuring.quiet import Record, device_key, measure_quietly
 from penstock.measuring.workloads import DTYPES
 from penstock.runtime import Device
 from penstock.tensor.arithmetic import exp, log, maximum, multiply, sqrt, tanh
+from penstock.tensor.attention import attention
 from penstock.tensor.autograd import grad
 from penstock.tensor.core import Tensor
 from penstock.tensor.creation import asarray
 from penstock.tensor.jit import jit
 from penstock.tensor.linear import matmul
-from penstock.tensor.manipulation import astype, matrix_transpose, permute_dims, reshape
+from penstock.tensor.manipulation import astype, permute_dims, reshape
 from penstock.tensor.reduction import max as max_
 from penstock.tensor.reduction import mean
 from penstock.tensor.reduction import sum as sum_
 from penstock.tuning_cache import TuningCache
 
-_TRY_SECONDS = 0.1
+_TRY_SECONDS, _LONG_SECONDS = 0.1, 0.5
 _RATES = "step rates"  # the name in the file
+_Step = tuple[Any, tuple[Tensor, ...]]  # what `jit` returns, and its arguments
 _LEAST_LAUNCH = 1e-7  # seconds
 _FASTEST = 1e18  # per second, of what takes no time that could be measured
 _FITS = 8  # in which what takes how long is settled
@@ -80,7 +82,7 @@ def _with_dtypes(rates: StepRates, ceilings: Ceilings, dtypes: Iterable[str], me
 
 
 def _parsed(value: Any) -> StepRates:
-    rates = {name: float(value[name]) for name in ("bandwidth", "launch", "link")}
+    rates = {name: float(value[name]) for name in ("bandwidth", "launch", "link", "attention")}
     operations = {str(dtype): float(rate) for dtype, rate in value["operations"].items()}
     if not all(0 < rate < float("inf") for rate in (*rates.values(), *operations.values())):
         raise ValueError("rates are positive")
@@ -96,17 +98,20 @@ def _faster(first: StepRates, second: StepRates) -> StepRates:
 def measured_rates(device: Device, clock: Callable[[], float] = perf_counter) -> StepRates:
     """The rates of a device, measured now, in the seconds of a clock; in bfloat16 where it has tensor cores.
 
-    Steps follow one another, as in training, so that the host's work for them is hidden as it is there.
+    Steps follow one another, as in training, so that the host's work for them is hidden as it is there. With
+    tensor cores for so long that the clock falls to what the device's power permits, as it does there, too.
     """
     with workloads.device_for_measuring(device) as own:
-        dtypes = ("float32", "bfloat16") if own.capabilities.tensor_cores else ("float32",)
+        half = own.capabilities.tensor_cores
+        dtypes = ("float32", "bfloat16") if half else ("float32",)
         best = {dtype: workloads.product_operations(own, dtype, _TRY_SECONDS) for dtype in dtypes}
-        steps = _steps(own, 16 if best["float32"] > _LARGE else 1, dtypes[-1])
+        steps = _half_steps(own) if half else _steps(own, 16 if best["float32"] > _LARGE else 1)
         launches = [step.memory_plan(*args).unlimited.launches for step, args in steps]
+        seconds = workloads.mean_seconds if half else workloads.best_seconds
         times = []
         for step, args in steps:
             calls = partial(_in_a_row, step, args)
-            times.append(workloads.best_seconds(own, calls, _TRY_SECONDS, clock) / _IN_A_ROW)
+            times.append(seconds(own, calls, _LONG_SECONDS if half else _TRY_SECONDS, clock) / _IN_A_ROW)
         link = workloads.link(own, _TRY_SECONDS)
     rates = fitted(launches, times)
     share = rates.product_rate("float32") / best[dtypes[-1]]
@@ -129,20 +134,26 @@ def fitted(launches: Sequence[Sequence[Cost]], times: Sequence[float]) -> StepRa
         rows = np.array([_amounts(costs, rates) for costs in launches]) / np.array(times)[:, None]
         scale = np.maximum(rows.max(axis=0), 1 / _FASTEST)
         costs = _nonnegative(rows / scale, np.ones(len(rows))) / scale
-        launch, moving, multiplying = np.maximum(costs, 1 / _FASTEST).tolist()
-        rates = StepRates(1 / moving, {"float32": 1 / multiplying}, max(launch, _LEAST_LAUNCH), _FASTEST)
+        launch, moving, multiplying, attending = np.maximum(costs, 1 / _FASTEST).tolist()
+        share = min(multiplying / attending, 1.0) if rows[:, 3].any() else 1.0
+        operations = {"float32": 1 / multiplying}
+        rates = StepRates(1 / moving, operations, max(launch, _LEAST_LAUNCH), _FASTEST, share)
     return rates
 
 
 def _amounts(costs: Sequence[Cost], rates: StepRates) -> list[float]:
-    """Launches, the bytes that take time, and the operations of products that do."""
+    """Launches, the bytes that take time, and the operations of products that do: others, and attention's."""
     rate = rates.product_rate("float32")
-    multiplying = [
-        bool(cost.product) and cost.operations * rates.bandwidth > cost.nbytes * rate for cost in costs
-    ]
-    moved = sum(cost.nbytes for cost, multiplies in zip(costs, multiplying, strict=True) if not multiplies)
-    products = sum(cost.operations for cost, multiplies in zip(costs, multiplying, strict=True) if multiplies)
-    return [len(costs), moved, products]
+    moved, products, attended = 0, 0, 0
+    for cost in costs:
+        share = rates.attention if cost.attends else 1.0
+        if not cost.product or cost.operations * rates.bandwidth <= cost.nbytes * rate * share:
+            moved += cost.nbytes
+        elif cost.attends:
+            attended += cost.operations
+        else:
+            products += cost.operations
+    return [len(costs), moved, products, attended]
 
 
 def _nonnegative(matrix: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -162,36 +173,65 @@ def _nonnegative(matrix: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> npt.NDAr
 # The steps
 
 
-def _steps(device: Device, factor: int, dtype: str) -> list[tuple[Any, tuple[Tensor, ...]]]:
-    """Training steps, each with its arguments; all but the first have `factor` times as many rows.
+class _Maker:
+    """Makes training steps in a dtype, each with its arguments."""
 
-    In bfloat16 they are as wide as the models that are trained so.
-    """
-    rng = np.random.default_rng(0)
-    wide = 4 if dtype == "bfloat16" else 1
+    def __init__(self, device: Device, dtype: str) -> None:
+        self._device, self._dtype = device, DTYPES[dtype]
+        self._rng = np.random.default_rng(0)
 
-    def drawn(*shape: int) -> Tensor:
-        array = rng.standard_normal(shape, np.float32) / 16
-        return astype(asarray(array, device=device), DTYPES[dtype]).realize()
+    def drawn(self, *shape: int) -> Tensor:
+        array = self._rng.standard_normal(shape, np.float32) / 16
+        return astype(asarray(array, device=self._device), self._dtype).realize()
 
-    def network(rows: int, *widths: int) -> tuple[Any, tuple[Tensor, ...]]:
-        weights = [drawn(a, b) for a, b in pairwise(widths)]
-        return jit(_trained(_perceptron)), (drawn(rows, widths[0]), *weights)
+    def network(self, rows: int, *widths: int) -> _Step:
+        weights = [self.drawn(a, b) for a, b in pairwise(widths)]
+        return jit(_trained(_perceptron)), (self.drawn(rows, widths[0]), *weights)
 
-    def transformer(batch: int, length: int, width: int) -> tuple[Any, tuple[Tensor, ...]]:
-        weights = [drawn(*shape) for shape in ((width, 3 * width), (width, width))]
-        weights += [drawn(width, 4 * width), drawn(4 * width, width), drawn(width, 8 * width)]
-        return jit(_trained(_block)), (drawn(batch, length, width), *weights)
+    def transformer(self, batch: int, length: int, width: int, heads: int) -> _Step:
+        weights = [self.drawn(*shape) for shape in ((width, 3 * width), (width, width))]
+        weights += [self.drawn(*shape) for shape in ((width, 4 * width), (4 * width, width))]
+        weights.append(self.drawn(width, 8 * width))
+        return jit(_trained(partial(_block, heads))), (self.drawn(batch, length, width), *weights)
 
+    def attention(self, *shape: int) -> _Step:
+        return jit(_trained(_attended)), tuple(self.drawn(*shape) for _ in range(3))
+
+    def update(self, items: int) -> _Step:
+        return jit(_updated), tuple(self.drawn(items) for _ in range(4))
+
+    def softmax(self, rows: int, columns: int) -> _Step:
+        return jit(_softmax), (self.drawn(rows, columns),)
+
+
+def _steps(device: Device, factor: int) -> list[_Step]:
+    """Training steps; all but the first have `factor` times as many rows."""
+    make = _Maker(device, "float32")
     return [
-        network(8, *[16] * 12),
-        network(64 * factor, 384 * wide, 256 * wide, 64 * wide),
-        network(512 * factor, 256 * wide, 512 * wide, 256 * wide),
-        *([network(128 * factor, *[1024 * wide] * 3)] if factor > 1 else []),  # products above all
-        transformer(4 * factor, 64, 96 * wide),
-        transformer(12 * factor, 96, 160 * wide),
-        (jit(_updated), tuple(drawn(factor << 20) for _ in range(4))),
-        (jit(_softmax), (drawn(1024 * factor, 768),)),
+        make.network(8, *[16] * 12),
+        make.network(64 * factor, 384, 256, 64),
+        make.network(512 * factor, 256, 512, 256),
+        *([make.network(128 * factor, *[1024] * 3)] if factor > 1 else []),  # products above all
+        make.transformer(4 * factor, 64, 96, 4),
+        make.transformer(12 * factor, 96, 160, 4),
+        make.update(factor << 20),
+        make.softmax(1024 * factor, 768),
+    ]
+
+
+def _half_steps(device: Device) -> list[_Step]:
+    """Training steps in bfloat16, of the sizes of models that are trained so.
+
+    The first has only launches. In smaller ones the host would take longer than the device.
+    """
+    make = _Maker(device, "bfloat16")
+    return [
+        make.network(8, *[16] * 12),
+        make.network(8192, *[4096] * 3),
+        make.transformer(16, 1024, 768, 12),
+        make.transformer(4, 1024, 2048, 32),
+        make.attention(16, 12, 1024, 64),
+        make.update(64 << 20),
     ]
 
 
@@ -211,12 +251,19 @@ def _perceptron(x: Tensor, *weights: Tensor) -> Tensor:
     return mean(x * x)
 
 
-def _block(x: Tensor, mixed: Tensor, out: Tensor, up: Tensor, down: Tensor, classes: Tensor) -> Tensor:
-    """A block of a transformer with four heads, and a loss over classes."""
+def _attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    seen = attention(query, key, value, True, query.shape[-1] ** -0.5)
+    return mean(seen * seen)
+
+
+def _block(
+    heads: int, x: Tensor, mixed: Tensor, out: Tensor, up: Tensor, down: Tensor, classes: Tensor
+) -> Tensor:
+    """A block of a transformer, and a loss over classes."""
     batch, length, width = x.shape
-    parts = reshape(matmul(_norm(x), mixed), (batch, length, 3, 4, width // 4))
+    parts = reshape(matmul(_norm(x), mixed), (batch, length, 3, heads, width // heads))
     q, k, v = (permute_dims(parts[:, :, at], (0, 2, 1, 3)) for at in range(3))
-    seen = matmul(_softmax(matmul(q, matrix_transpose(k))), v)
+    seen = attention(q, k, v, True, (width // heads) ** -0.5)
     x = x + matmul(reshape(permute_dims(seen, (0, 2, 1, 3)), x.shape), out)
     inner = matmul(_norm(x), up)
     x = x + matmul(inner * (1.0 + tanh(inner * 0.8)) * 0.5, down)

@@ -196,3 +196,15 @@ def best_seconds(
         shortest = sorted([*shortest, now - start])[:_TRIES]
         if len(shortest) == _TRIES and now >= (end if shortest[-1] < _AGREEING * shortest[0] else last):
             return shortest[0]
+
+
+def mean_seconds(
+    device: Device, call: Callable[[], Any], seconds: float, clock: Callable[[], float] = perf_counter
+) -> float:
+    """The time of one of many calls in a row that take about so many seconds."""
+    count = max(round(seconds / best_seconds(device, call, seconds / 8, clock)), 1)
+    start = clock()
+    for _ in range(count):
+        call()
+    device.sync()
+    return (clock() - start) / count

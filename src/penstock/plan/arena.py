@@ -62,15 +62,18 @@ class _Blocks(NamedTuple):
     dies: Ints
 
 
+def lower_bound(values: Sequence[Value], alignment: int) -> int:
+    """The bytes of the smallest arena that a plan could have."""
+    every = _every(values, alignment)
+    return _take_over(values, every)[1] * alignment if every.size.any() else 0
+
+
 def plan(values: Sequence[Value], alignment: int) -> Plan:
     """Assign offsets so that two values never share a byte while both are live, unless they may alias."""
-    size = np.array([-(-value.nbytes // alignment) for value in values], np.int64)
+    every = _every(values, alignment)
+    size = every.size
     if not size.any():
         return Plan((0,) * len(values), 0, 0)
-    births = np.array([value.born for value in values], np.int64)
-    deaths = np.array([value.dies for value in values], np.int64)
-    steps = np.unique(births)  # live bytes only grow where something is born: no other step matters
-    every = _Blocks(size, steps.searchsorted(births), steps.searchsorted(deaths, "right") - 1)
     heads, live = _take_over(values, every)
     last = every.dies.copy()
     np.maximum.at(last, heads, every.dies)
@@ -83,6 +86,15 @@ def plan(values: Sequence[Value], alignment: int) -> Plan:
         arena_bytes=int((starts + size).max()) * alignment,
         lower_bound=live * alignment,
     )
+
+
+def _every(values: Sequence[Value], alignment: int) -> _Blocks:
+    """Each value as a block."""
+    size = np.array([-(-value.nbytes // alignment) for value in values], np.int64)
+    births = np.array([value.born for value in values], np.int64)
+    deaths = np.array([value.dies for value in values], np.int64)
+    steps = np.unique(births)  # live bytes only grow where something is born: no other step matters
+    return _Blocks(size, steps.searchsorted(births), steps.searchsorted(deaths, "right") - 1)
 
 
 def _load(blocks: _Blocks) -> Ints:

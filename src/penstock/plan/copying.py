@@ -7,6 +7,8 @@ but also for what has to leave before there is room for what they write.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -15,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.drivers.rates import BESIDE
-from penstock.plan.sequences import OUT, Link, Task
+from penstock.plan.sequences import OUT, Link, Sequel, Task
 from penstock.plan.unfolding import Unfolded
 
 # Of the time of a copy: the least price of a choice. What it slows is counted with the whole.
@@ -26,43 +28,94 @@ def elapsed(unfolded: Unfolded, tasks: Sequence[Task], nbytes: Sequence[int], li
     """How long a sequence takes in the memory of its peak."""
     if all(run.task >= 0 for run in unfolded.runs):
         return sum(tasks[run.task].price or 0.0 for run in unfolded.runs)
-    load = unfolded.load.tolist()
-    room = max(load, default=0)
-    now, sent, fetched = 0.0, 0.0, 0.0  # until when kernels run, and copies in each direction
-    busy = 0.0  # how long kernels run, slowed by copies beside them
-    begins: list[float] = []  # when kernels reach each run
-    there = dict.fromkeys(unfolded.hosted, 0.0)  # when the host has a value
-    leaving: deque[tuple[float, int]] = deque()  # what still takes memory: until when, and bytes
-    left = 0  # bytes of these
-    for at, run in enumerate(unfolded.runs):
-        if run.task >= 0:
-            while leaving and (leaving[0][0] <= now or load[at] + left > room):
-                end, size = leaving.popleft()
-                left -= size
-                now = max(now, end)
-            begins.append(now)
-            load[at] += left
-            now += tasks[run.task].price or 0.0
-            busy += tasks[run.task].price or 0.0
-            continue
-        begins.append(now)
-        load[at] += left
-        (number,) = run.reads
-        size = nbytes[unfolded.value_of[number]]
-        now += link.copy
-        busy += link.copy + BESIDE * size * link.byte
-        if run.task == OUT:
-            there[run.writes[0]] = sent = max(now, sent) + size * link.byte
-            leaving.append((sent, size))
-            left += size
-            continue
-        earliest = max(there[number], fetched)
-        while at > 0 and begins[at] > earliest and load[at - 1] + size <= room:
-            at -= 1
-            load[at] += size
-        fetched = max(begins[at], earliest) + size * link.byte
-        now = max(now, fetched)
-    return max(now, busy, sent)
+    return Timing(unfolded, tasks, nbytes, link).seconds
+
+
+class Timing:
+    """A sequence in time, in the memory of its peak: copies begin as early as memory and the link permit."""
+
+    def __init__(
+        self, sequence: Unfolded | Sequel, tasks: Sequence[Task], nbytes: Sequence[int], link: Link
+    ) -> None:
+        self._runs, self._tasks, self._link = sequence.runs, tasks, link
+        self._sizes, self._value_of = nbytes, sequence.value_of
+        self._load: list[int] = np.asarray(sequence.load).tolist()
+        self._room = max(self._load, default=0)
+        self._now, self._sent, self._fetched = 0.0, 0.0, 0.0  # until when kernels run, and copies either way
+        self._begins: list[float] = []  # when kernels reach each run
+        self._there = dict.fromkeys(sequence.hosted, (0.0, -1))  # when the host has a value; the copy's run
+        self._leaving: deque[tuple[float, int, int]] = deque()  # what takes memory: until when, bytes, run
+        self._left = 0  # bytes of these
+        self._fetches: list[tuple[int, int, float]] = []  # the run before which each may begin, its run, time
+        self.holds: dict[int, list[int]] = {}  # by run: what is sent and takes memory until after it, as runs
+        self.seconds = self._simulated()
+
+    def _simulated(self) -> float:
+        busy = 0.0  # how long kernels run, slowed by copies beside them
+        for at, run in enumerate(self._runs):
+            self._make_room(at)
+            if run.task >= 0:
+                price = self._tasks[run.task].price or 0.0
+                busy += price
+            else:
+                price = self._link.copy
+                size = self._sizes[self._value_of[run.reads[0]]]
+                busy += price + BESIDE * size * self._link.byte
+            self._begins.append(self._now)
+            self._load[at] += self._left
+            self._now += price
+            if run.task == OUT:
+                self._send(at, size)
+            elif run.task < 0:
+                self._fetch(at, size)
+        for _, _, sent_by in self._leaving:
+            self._hold(sent_by, len(self._runs))
+        return max(self._now, busy, self._sent)
+
+    def _make_room(self, at: int) -> None:
+        """Wait for what is sent, as far as the memory of a run is not free without that."""
+        leaving, needed = self._leaving, self._load[at]
+        while leaving and (leaving[0][0] <= self._now or needed + self._left > self._room):
+            end, size, sent_by = leaving.popleft()
+            self._left -= size
+            self._now = max(self._now, end)
+            self._hold(sent_by, at)
+
+    def _send(self, at: int, size: int) -> None:
+        self._sent = max(self._now, self._sent) + size * self._link.byte
+        self._there[self._runs[at].writes[0]] = self._sent, at
+        self._leaving.append((self._sent, size, at))
+        self._left += size
+
+    def _hold(self, sent_by: int, until: int) -> None:
+        """Note that a value takes memory until before a run."""
+        if until - 1 > sent_by:
+            self.holds.setdefault(until - 1, []).append(sent_by)
+
+    def _fetch(self, at: int, size: int) -> None:
+        there, sent_by = self._there[self._runs[at].reads[0]]
+        earliest, first = max(there, self._fetched), at
+        while first - 1 > sent_by and self._begins[first] > earliest and self._fits(first - 1, size):
+            first -= 1
+            self._load[first] += size
+        takes = size * self._link.byte
+        self._fetches.append((first, at, takes))
+        self._fetched = max(self._begins[first], earliest) + takes
+        self._now = max(self._now, self._fetched)
+
+    def _fits(self, at: int, size: int) -> bool:
+        return self._load[at] + size <= self._room
+
+    def fetches(self) -> dict[int, list[int]]:
+        """By run: the fetches, as runs, that begin before it. As late as nothing waits longer for them."""
+        result: dict[int, list[int]] = {}
+        begins = [*self._begins, self._now]
+        busy = math.inf  # from when on the link has other things to do
+        for first, at, takes in reversed(self._fetches):
+            busy = min(busy, begins[at + 1]) - takes
+            latest = bisect_right(begins, busy, first, at + 1) - 1
+            result.setdefault(max(first, latest), []).insert(0, at)
+        return result
 
 
 class Window(NamedTuple):

@@ -214,9 +214,11 @@ class Search:
                 if not later or since in (Drop.ALWAYS, Drop.MOVE):
                     current[value] = -1
         state.run_until(len(self.order))
-        result = Unfolded(self, state)
-        result.price = elapsed(result, self.tasks, self.nbytes, self._link) - float(self._until[-1])
-        return result
+        return Unfolded(self, state)
+
+    def price(self, unfolded: Unfolded) -> float:
+        """How much longer a sequence takes than the order."""
+        return elapsed(unfolded, self.tasks, self.nbytes, self._link) - float(self._until[-1])
 
     def _leaving(self, dropped: dict[Gap, Drop]) -> dict[int, list[tuple[int, Drop]]]:
         """What is dropped after its use at each place."""

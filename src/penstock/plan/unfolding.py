@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -44,21 +45,29 @@ class Unfolded:
         # Bytes of results that cannot take over the memory of what they replace, and of state on the device.
         self.apart = sum(search.nbytes[value] for value in late | stays)
         self.again = unfolding.again  # tasks that run again, and where
-        self.price = 0.0
-        self.main = (
-            unfolding.main
-        )  # the runs of the order itself, by position, after those for what they read
+        # The runs of the order itself, by position, after those for what they read.
+        self.main = np.array(unfolding.main, np.int64)
         self._search = search
         self._first_copy = len(search.nbytes)
         self._born, self._last = self._lifetimes(unfolding)
         self._counted = self._counts()
-        self.born: list[int] = self._born.tolist()
         self.last: list[int] = self._last.tolist()
-        self.copies: dict[int, list[int]] = {}  # of what is computed or fetched once more
+        self.load = self._load()
+
+    @cached_property
+    def born(self) -> list[int]:
+        """The runs that write values; -1 of what is there or at the host."""
+        result: list[int] = self._born.tolist()
+        return result
+
+    @cached_property
+    def copies(self) -> dict[int, list[int]]:
+        """The numbers of what is computed or fetched once more, by value."""
+        result: dict[int, list[int]] = {}
         for number in range(self._first_copy, len(self.value_of)):
             if self.born[number] >= 0:
-                self.copies.setdefault(self.value_of[number], []).append(number)
-        self.load = self._load()
+                result.setdefault(self.value_of[number], []).append(number)
+        return result
 
     def _lifetimes(self, unfolding: Unfolding) -> tuple[Ints, Ints]:
         """The runs that write values and that use them last."""
@@ -128,6 +137,11 @@ class Unfolded:
         for value in dict.fromkeys(self.value_of[number] for number in live.tolist()):
             if self._search.temporary[value] or value in self.hosted or value in self.results:
                 yield value
+
+    @cached_property
+    def price(self) -> float:
+        """Of what is computed again, and of waiting for copies: asked for only where the memory is less."""
+        return self._search.price(self)
 
     @property
     def peak(self) -> int:
@@ -200,7 +214,7 @@ class Unfolding:
         self.hosted = {value: value for value in state}
         self.runs: list[Run] = []
         self.places: list[int] = []
-        self.main = np.zeros(len(search.order), np.int64)
+        self.main = [0] * len(search.order)
         self.added: list[int] = []  # runs that differ from those of the order
         self.changed: list[int] = []  # places of runs that read other copies
         self._done = 0
@@ -222,7 +236,7 @@ class Unfolding:
         count, first = place - self._done, len(self.runs)
         self.runs += self._search.plain[self._done : place]
         self.places += range(self._done, place)
-        self.main[self._done : place] = np.arange(first, first + count)
+        self.main[self._done : place] = range(first, first + count)
         self._done = place
 
     def run(self, place: int, reads: tuple[int, ...]) -> None:
