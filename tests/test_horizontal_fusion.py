@@ -334,3 +334,12 @@ def test_concatenated_calls_keep_their_numbers_of_workgroups() -> None:
     second = replace(second, source=replace(second.source, grid=(5,)))
     (chain,) = concatenated([first, second], (), opencl_capabilities(NATIVE))
     assert [f"group < {groups}" in chain.source.text for groups in (3, 5)] == [True, True]
+
+
+@pytest.mark.parametrize("names", ["a", "ab", "abc", "aab", "abcd"])
+def test_calls_that_come_in_turn_are_a_loop(names: str) -> None:
+    """Whatever comes before them and after."""
+    calls = [call(source(name), at) for at, name in enumerate("xy" + names * 9 + names[0] + "z")]
+    (chain,) = concatenated(calls, (), opencl_capabilities(NATIVE))
+    assert chain.source.text.count("row < 9") + chain.source.text.count("row < 10") == 1
+    assert chain.source.text.count("group <") == len("xyz" + names) + (len(names) > 1)

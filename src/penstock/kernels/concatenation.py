@@ -2,15 +2,14 @@
 
 Each becomes a function, and a single thread calls them in order, so each sees the results of those before it.
 Neighbours that differ only in the offsets of their buffers, as the steps of a long chain do, are a loop over
-a table of offsets: a compiler takes as long for it as for a single call.
+a table of offsets: a compiler takes as long for it as for a single call. So are a few that come in turn.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Hashable, Sequence
+from collections.abc import Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from penstock.drivers.driver import Capabilities, Cost
 from penstock.kernels import ir
@@ -24,6 +23,7 @@ _BUFFER_BYTES, _CONSTANT_BYTES = 12, 8  # of parameters: a pointer with its offs
 _SMALL = 100_000  # items times operations; about as long as two launches
 _MAX_PIECES = 64  # calls or loops of calls in a kernel, for the sake of compile time
 _MAX_CALLS = 1024  # in a kernel
+_PERIODS = range(1, 5)  # how many calls may come in turn
 _SIZE_BYTES = 4  # of a size that is a parameter
 
 
@@ -77,12 +77,17 @@ class MergedCalls:
         self.sources: dict[str, KernelSource] = {}  # of the functions, by name
         self._slots: set[int] = set()
         self._constants: dict[int, str] = {}  # dtypes, by their indices in the program
-        self.pieces = 0  # runs of calls that differ in offsets only
+        self.pieces = 0  # calls in the text, about: those that repeat others but for offsets do not count
+        self._keys: list[Hashable] = []
+        self._matches = dict.fromkeys(_PERIODS, 0)  # the last calls that are those of a period before
         self.takes_sizes = False  # whether any of the kernels does
 
     def add(self, call: Call) -> None:
         """Add a call."""
         self.pieces += self.begins_piece(call)
+        key = _repeated(call)
+        self._matches = {period: self._matching(period, key) for period in _PERIODS}
+        self._keys.append(key)
         self.takes_sizes = self.takes_sizes or bool(call.source.sizes)
         self.calls.append(call)
         self.sources[call.source.name] = call.source
@@ -91,8 +96,31 @@ class MergedCalls:
         self._constants.update(zip(call.constants, dtypes, strict=True))
 
     def begins_piece(self, more: Call) -> bool:
-        """Whether another call differs from the last in more than offsets."""
-        return not self.calls or _repeated(self.calls[-1]) != _repeated(more)
+        """Whether another call adds to the text: it ends no repetition."""
+        key = _repeated(more)
+        return all(self._matching(period, key) < period for period in _PERIODS)
+
+    def _matching(self, period: int, key: Hashable) -> int:
+        """How many of the last calls are those of a period before, with another call."""
+        same = len(self._keys) >= period and self._keys[-period] == key
+        return self._matches[period] + 1 if same else 0
+
+    def repetitions(self) -> Iterator[list[list[Call]]]:
+        """The calls in order: those that come in turn, for each turn."""
+        at = 0
+        while at < len(self.calls):
+            turns = {period: self._turns(at, period) for period in _PERIODS}
+            period = max(_PERIODS, key=lambda period: period * turns[period] if turns[period] > 1 else 0)
+            end = at + period * turns[period]
+            yield [self.calls[start : start + period] for start in range(at, end, period)]
+            at = end
+
+    def _turns(self, at: int, period: int) -> int:
+        """How often the calls of a period repeat."""
+        first, turns = self._keys[at : at + period], 1
+        while self._keys[at + turns * period : at + (turns + 1) * period] == first:
+            turns += 1
+        return turns
 
     @property
     def digest(self) -> str:
@@ -183,18 +211,19 @@ def _concatenated(run: MergedCalls, arenas: Container[int], dialect: Dialect) ->
     if run.takes_sizes:
         return _with_sizes(run, arenas, dialect)
     kernel = ir.KernelIR(functions=run.functions("static", private=True))
-    for number, (_, calls) in enumerate(groupby(run.calls, _repeated)):
-        piece = list(calls)
-        rows = Rows(f"table{number}", [[offset for _, offset in call.locations] for call in piece])
-        arguments = [rows.item(at) for at in range(len(piece[0].locations))]
-        arguments += [ir.Const(scalar) for scalar in piece[0].scalars]
-        called = _each_group(run, piece[0], ir.Const(math.prod(piece[0].source.grid)), arguments)
-        # An arena holds values of several dtypes, one after another.
-        if len(piece) == 1:
-            kernel.body += [ir.Fence(), called] if kernel.body else [called]
-        else:
-            kernel.tables.append(rows.in_memory())
-            kernel.body.append(ir.loop("row", 0, len(piece), [ir.Fence(), called]))
+    for turns in run.repetitions():
+        body: list[ir.Statement] = []
+        for call, *others in zip(*turns, strict=True):
+            offsets = [[offset for _, offset in each.locations] for each in (call, *others)]
+            rows = Rows(f"table{len(kernel.tables)}", offsets)
+            arguments = [rows.item(at) for at in range(len(call.locations))]
+            arguments += [ir.Const(scalar) for scalar in call.scalars]
+            # An arena holds values of several dtypes, one after another.
+            body += [ir.Fence()] if body or kernel.body or len(turns) > 1 else []
+            body.append(_each_group(run, call, ir.Const(math.prod(call.source.grid)), arguments))
+            if len(turns) > 1:
+                kernel.tables.append(rows.in_memory())
+        kernel.body += [ir.loop("row", 0, len(turns), body)] if len(turns) > 1 else body
     return run.as_one(kernel, f"chain_{run.digest}", dialect)
 
 
