@@ -37,7 +37,6 @@ Operand: TypeAlias = "Tensor | Scalar | npt.NDArray[Any] | np.generic"
 MAX_DEPTH = 500
 MAX_PENDING_BYTES = 1 << 30
 
-
 _captures = 0  # functions that are being captured, in any thread; 0 is the fast path
 _counting = threading.Lock()
 
@@ -197,6 +196,9 @@ class Tensor(Operators, Methods):
 
     def numpy(self) -> npt.NDArray[Any]:
         """The values as a new NumPy array."""
+        from penstock.tensor.keeping import realize_to_read
+
+        realize_to_read(self)
         values = self._download().wait()
         for recorder in self.device.stream.recorders:
             recorder.fetched(values)
@@ -217,9 +219,7 @@ class Tensor(Operators, Methods):
         return device.in_background(build)
 
     def _download(self) -> Future[npt.NDArray[Any]]:
-        from penstock.tensor.keeping import realize_to_read
-
-        realize_to_read(self)
+        self._realize()
         return self.device.download(self._node.value, self.dtype, self.shape)
 
     def item(self) -> Any:

@@ -24,14 +24,16 @@ _kept: WeakKeyDictionary[Device, WeakKeyDictionary[Node, tuple[Node, ...]]] = We
 
 
 def realize_to_read(tensor: Tensor) -> None:
-    """Compute a tensor, and what gradients will need of the values behind it, if there is memory for that."""
+    """Compute a tensor, and what gradients will need of the values behind it, where there is memory for both.
+
+    Otherwise nothing is computed.
+    """
     node, device = tensor._actual_node, tensor.device
     if node.value is None and node.depth > 1 and capture.get() is None and _has_room(device):
         needed = {part: part.inputs for part in _needed(node, device)}
         with suppress(OutOfDeviceMemory):
             realize([node, *needed], device)
             _kept.setdefault(device, WeakKeyDictionary()).update(needed)
-    tensor._realize()
 
 
 def release(device: Device) -> None:
