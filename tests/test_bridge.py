@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from conftest import DRIVERS, examples, until
 from test_random_graphs import grown
+from test_road import Counted
 from test_same_bits import EXPRESSIONS
 
 import penstock as ps
@@ -26,7 +27,7 @@ from penstock.compiler.pipeline import compile_graph, prepare
 from penstock.compiler.target import Target
 from penstock.config import Settings
 from penstock.errors import CompileError
-from penstock.execution import ahead
+from penstock.execution import ahead, host_program
 from penstock.execution.executable import Executable, kernel_sources
 from penstock.execution.realize import executables
 from penstock.execution.structure import Structure
@@ -426,6 +427,28 @@ def test_several_small_operations_that_come_often_get_a_kernel(device: Device) -
 
 
 # Ahead
+
+
+@pytest.mark.parametrize("launches", [0, 1])
+def test_numpy_stands_in_for_a_kernel_where_it_takes_less_time(
+    device: Device, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_program, "_LAUNCH_SECONDS", 0.0 if launches else np.inf)
+    x = ps.asarray(values(9, 7), device=device)
+    results: set[bytes] = set()
+
+    def has_both() -> bool:
+        results.add(((ps.where(x > 0, x, -x) + 1.5) / 3.0).numpy().tobytes())
+        runs = executables(device).singles.values()
+        return any(isinstance(getattr(run, "__self__", None), host_program.InPlace) for run in runs)
+
+    until(has_both)
+    for _ in range(host_program._TRIALS):
+        has_both()
+    counted = Counted(device, monkeypatch)
+    has_both()
+    assert counted.launches == launches
+    assert len(results) == 1
 
 
 @pytest.fixture

@@ -146,17 +146,17 @@ class Device:
 
     # Memory
 
-    def empty(self, nbytes: int) -> Buffer:
-        """A buffer of `nbytes` bytes with any content. Raises OutOfDeviceMemory if freeing does not help."""
+    def empty(self, nbytes: int, unused: bool = False) -> Buffer:
+        """A buffer of `nbytes` bytes with any content. Raises OutOfDeviceMemory if freeing does not help.
+
+        `unused`: for the host to fill, so that no earlier command should still use the memory.
+        """
         if nbytes < 0:
             raise ValueError(f"a buffer cannot have {nbytes} bytes")
-        return self._new(nbytes)
+        return self._new(nbytes, unused)
 
     def _new(self, nbytes: int, unused: bool = False, spills: bool = False) -> Buffer:
-        """A buffer for a kernel to write; `unused`: for the host, without a wait for earlier commands.
-
-        `spills`: if there is no other way, state moves to the host for it, or it is made there.
-        """
+        """See `empty`; `spills`: if there is no other way, state moves to the host, or it is made there."""
         opened = self._opened or self.layers()
         if opened.stream.unavailable:
             opened.stream.check_available()
@@ -317,14 +317,6 @@ class Device:
         if offset or not transfers.filled(buffer, array):
             transfers.upload(buffer, array, offset)
         return buffer
-
-    def fillable(self, nbytes: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[Buffer, Any]:
-        """A new buffer, and its memory as an array for the host to fill.
-
-        None in place of the array: the host does not share the memory, or commands still use it.
-        """
-        buffer = self._new(nbytes, unused=True, spills=True)
-        return buffer, self.layers().transfers.at_hand(buffer, dtype, shape)
 
     def download(
         self,

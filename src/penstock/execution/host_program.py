@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from contextvars import copy_context
 from time import perf_counter
@@ -55,18 +55,15 @@ class HostProgram:
         self._kinds = [(np.dtype(node.dtype), node.shape) for node in inputs]
         number = {node: at for at, node in enumerate((*inputs, *self.nodes))}
         self._wanted = [number[node] for node in wanted]
-        last = {parent: node for node in self.nodes for parent in node.inputs}
-        ended: dict[Node, list[int]] = {}  # the values that each node is the last to need
-        for parent, node in last.items():
-            if parent.value is None and parent not in wanted:
-                ended.setdefault(node, []).append(number[parent])
+        ended = _last_uses(self.nodes, wanted)
+        shares = device.capabilities.shared_memory
         self._steps = [
             _Step(
                 self._call(node, structure),
                 tuple([number[parent] for parent in node.inputs]),
-                ended.get(node, ()),
+                [number[parent] for parent in ended.get(node, ())],
                 (node.nbytes, np.dtype(node.dtype), node.shape)
-                if node in wanted and universal_function(node)
+                if shares and node in wanted and universal_function(node)
                 else None,
             )
             for node in self.nodes
@@ -131,7 +128,9 @@ class HostProgram:
         for call, given, ended, kind in self._steps:
             target = None
             if kind is not None:
-                buffer, target = device.fillable(*kind)
+                nbytes, dtype, shape = kind
+                buffer = device.empty(nbytes, unused=True)
+                target = self._at_hand(buffer, dtype, shape)
                 if target is not None:
                     written[len(values)] = buffer
             values.append(call(*[values[at] for at in given], out=target))
@@ -150,6 +149,16 @@ class HostProgram:
             if not inputs and (node.size <= _FEW_ITEMS or not any(value.strides)):
                 self._last[node] = value
         return value
+
+
+def _last_uses(nodes: Sequence[Node], wanted: Collection[Node]) -> dict[Node, list[Node]]:
+    """The values that each node is the last to need."""
+    last = {parent: node for node in nodes for parent in node.inputs}
+    result: dict[Node, list[Node]] = {}
+    for parent, node in last.items():
+        if parent.value is None and parent not in wanted:
+            result.setdefault(node, []).append(parent)
+    return result
 
 
 class InPlace:
