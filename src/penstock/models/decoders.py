@@ -19,6 +19,7 @@ from penstock.graph.dtypes import DType
 from penstock.graph.node import leaf
 from penstock.graph.paged_attention import on_tensor_cores, reads_pages
 from penstock.models.attending import PagedAttention
+from penstock.models.paging import token_array
 from penstock.models.programs import Bucket, Programs, bucket, covering, jitted, weakly
 from penstock.models.sampling import Needs, Sampling, needs_of, numbers_of, sample
 from penstock.models.sequences import TokenSequence
@@ -95,9 +96,8 @@ class Decoder:
         can = self.device.capabilities
         given = [(weight.dtype, shape.head_size, can) for shape in self._shapes]
         self._wide = all(reads_pages(*each) for each in given)
-        self._from_pages = self._wide and (
-            can.vector_width > 1 or all(on_tensor_cores(*each) for each in given)
-        )
+        fused = can.vector_width > 1 or all(on_tensor_cores(*each) for each in given)
+        self._from_pages = self._wide and fused
         self._caches = [self._empty((1,), weight.dtype) for _ in self._shapes]
         self._state = self._empty((slots, 2), int32)  # of each slot: its last token, and the positions before
         # The last tokens of each slot, by their positions modulo `RECENT`, in memory that the host sees where
@@ -186,7 +186,7 @@ class Decoder:
         for row, (sequence, count) in enumerate(parts):
             start = sequence.computed
             first = sequence.origin + start
-            ids[row, :count] = sequence.ids[first : first + count]
+            ids[row, :count] = token_array(sequence.ids[first : first + count])
             ends = start + count == sequence.target
             control[row] = sequence.slot, start, count, sequence.first, ends, *sequence.seed.view(np.int32)
             complete.append(sequence if ends else None)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.models.decoders import Decoders, most_pages, pages_of
+from penstock.models.paging import token_array
 from penstock.models.programs import bucket
 from penstock.models.sampling import Sampling
 from penstock.models.scheduling import Scheduler
@@ -123,11 +124,13 @@ def prompt_ids(model: LanguageModel, prompt: Prompt) -> list[int]:
     if isinstance(prompt, str):
         if model.tokenizer is None:
             raise ValueError("the model has no tokenizer, so that a prompt is a list of token ids")
-        given = np.asarray(model.tokenizer.encode(prompt))
-    else:
-        given = np.asarray(prompt)
-    ids: list[int] = given.reshape(-1).astype(np.int64).tolist()
-    if not ids or min(ids) < 0 or max(ids) >= model.vocab_size:
+        prompt = [int(token) for token in model.tokenizer.encode(prompt)]
+    try:
+        given = token_array(prompt) if isinstance(prompt, list) else np.asarray(prompt).reshape(-1)
+    except (TypeError, OverflowError):
+        given = np.asarray(prompt).reshape(-1)
+    if not given.size or given.min() < 0 or given.max() >= model.vocab_size:
         most = model.vocab_size - 1
-        raise ValueError(f"a prompt has token ids from 0 to {most}, and {ids[:8]} was given")
+        raise ValueError(f"a prompt has token ids from 0 to {most}, and {given[:8].tolist()} was given")
+    ids: list[int] = given.astype(np.int64, copy=False).tolist()
     return ids

@@ -117,7 +117,7 @@ class Scheduler:
     # Joining and leaving
 
     def _admit(self) -> None:
-        while self.waiting and self._slots:
+        while self.waiting and self._slots and not self._enough():
             sequence = self.waiting[0]
             target = len(sequence.tokens)
             known, coming = self._known(sequence, (target - 1) // PAGE)  # the last token is always computed
@@ -137,6 +137,12 @@ class Scheduler:
             self.counts.prefix_tokens += sequence.computed
             self.decoder.admit(sequence)
             self.running.append(sequence)
+
+    def _enough(self) -> bool:
+        """Whether the device has two steps of a batch's prompts to take before it needs to know of others."""
+        if not self._prompts_first:
+            return False
+        return sum(each.target - each.computed for each in self._prompts()) >= 2 * self.most_tokens
 
     def _may_grow(self, sequence: TokenSequence) -> bool:
         """Whether a sequence may need a further page, which should be there when it does."""
@@ -252,7 +258,8 @@ class Scheduler:
             likeliest = [] if top is None else list(zip(top[0][row], top[1][row], strict=True))
             piece = sequence.push(ids[row], logprob, likeliest)
             self.counts.generated_tokens += 1
-            self._publish(sequence)
+            if len(sequence.ids) - sequence.origin >= (sequence.published + 1) * PAGE:
+                self._publish(sequence)
             if sequence.finish_reason:
                 self._leave(sequence)
             self._give(sequence, piece)
