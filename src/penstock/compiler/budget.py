@@ -41,7 +41,7 @@ _SURE = 0.99  # of what is estimated to be live: no plan takes less
 # values take, so that no sequence is found below the smallest budget of a search to the end.
 _AMPLE = 1 / 8
 _SHOWN = 4  # of the largest values, in a message
-_MARGIN = 1.3  # of a copy: that it also waits for memory which others leave is not known before the plan
+_MARGIN = 1.3  # of a copy: kernels, which are priced by usual rates, may be faster, and would wait for it
 _LEVELS = 8  # of memory, between what is needed without a budget and the least
 
 
