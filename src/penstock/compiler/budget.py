@@ -410,7 +410,7 @@ def _smallest(state: Compilation, outlines: Sequence[_Outline], target: Target) 
 
 
 def _planned(outline: _Outline, target: Target, most: int) -> Compilation | None:
-    """The plan of an outline; None if it takes more than so many bytes, which is mostly seen before."""
+    """The plan of an outline; None if it takes more than so many bytes, as its lower bound mostly tells."""
     laid_out = outline.laid_out()
     assert laid_out.layout is not None
     room = most - _bytes_beside_arenas(laid_out, target)
