@@ -108,22 +108,22 @@ def measured(make: Callable[[], Budgets], limit: int) -> Measured:
     return Measured(digest, best, stats.driver_bytes - stats.staging_bytes, schedule)
 
 
-def planned(name: str, make: Callable[[], Budgets]) -> MemoryPlan:
-    """The table of budgets; the model is gone afterwards."""
+def planned(name: str, make: Callable[[], Budgets], table: bool) -> MemoryPlan:
+    """What a step takes, and with `table` also under budgets; the model is gone afterwards."""
     ours = make()
     start = process_time()
     plan: MemoryPlan = ps.memory.plan(ours.step(None), ours.tokens)
-    count = len(plan.budgets)  # which plans them
+    count = len(plan.budgets) if table else 1  # which plans them
     print(f"{name}: {count} budgets planned in {process_time() - start:.1f} CPU seconds", flush=True)
     return plan
 
 
 def limits_of(plan: MemoryPlan, budgets: list[str]) -> dict[str, int]:
     """The budgets by name: 100%, and those that are given, or shares of it and the smallest."""
+    if budgets:
+        return {"100%": plan.unlimited_bytes, **{text: parse_bytes(text) for text in budgets}}
     unlimited, smallest = plan.unlimited_bytes, plan.smallest_bytes + SLACK
-    given = {text: parse_bytes(text) for text in budgets}
-    shares = {f"{share:.0%}": int(share * unlimited) for share in SHARES}
-    limits = {"100%": unlimited} | (given or {**shares, "the smallest": smallest})
+    limits = {f"{share:.0%}": int(share * unlimited) for share in SHARES} | {"the smallest": smallest}
     return {what: limit for what, limit in limits.items() if limit >= smallest}
 
 
@@ -177,7 +177,7 @@ def main() -> None:
         print(rates, f"link cost {device.link_cost}", flush=True)
     for name in [options.model] if options.model else ["mlp", "gpt2-124M" if cuda else "nano"]:
         make = partial(Perceptron, device) if name == "mlp" else partial(gpt, name, device)
-        plan = planned(name, make)
+        plan = planned(name, make, not options.budgets)
         if options.plan:
             print(plan, flush=True)
         else:

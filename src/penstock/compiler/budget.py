@@ -41,7 +41,7 @@ _SURE = 0.99  # of what is estimated to be live: no plan takes less
 # values take, so that no sequence is found below the smallest budget of a search to the end.
 _AMPLE = 1 / 8
 _SHOWN = 4  # of the largest values, in a message
-_MARGIN = 1.3  # of a copy: that it also waits for memory which others leave is not known before the plan
+_MARGIN = 1.3  # of a copy: kernels, which are priced by usual rates, may be faster, and would wait for it
 _LEVELS = 8  # of memory, between what is needed without a budget and the least
 
 
@@ -410,7 +410,7 @@ def _smallest(state: Compilation, outlines: Sequence[_Outline], target: Target) 
 
 
 def _planned(outline: _Outline, target: Target, most: int) -> Compilation | None:
-    """The plan of an outline; None if it takes more than so many bytes, which is mostly seen before."""
+    """The plan of an outline; None if it takes more than so many bytes, as its lower bound mostly tells."""
     laid_out = outline.laid_out()
     assert laid_out.layout is not None
     room = most - _bytes_beside_arenas(laid_out, target)
