@@ -17,7 +17,7 @@ from test_random_graphs import grown
 
 import penstock as ps
 from penstock import Device, nn, optim
-from penstock.compiler.launches import arranged, launch_parts
+from penstock.compiler.launches import arranged, launch_parts, may_begin_early
 from penstock.compiler.pipeline import compile_graph
 from penstock.compiler.target import Target
 from penstock.drivers.binaries import Binaries
@@ -36,6 +36,7 @@ from penstock.graph.node import Node, leaf, placeholder
 from penstock.graph.paged_attention import paged_attention
 from penstock.kernels.cache import KernelCache, whole_text
 from penstock.kernels.concatenation import Call
+from penstock.kernels.hazards import Touched
 from penstock.kernels.sizes import Sizes
 from penstock.kernels.source import KernelSource
 from penstock.tuning_cache import TuningCache
@@ -344,13 +345,15 @@ class _Function:
 
 def test_only_kernels_that_wait_by_themselves_start_before_others_have_ended() -> None:
     waiting, own = (cuda_launches.Launch(_Function(waits)) for waits in (True, False))
+    reading = cuda_launches.Launch(_Function(True), early=False)  # what another writes, before it waits
     library, copy = cuda_launches.LibraryCall(print, ()), cuda_launches.GraphCopy(0, 0, 16, True, None)
-    pairs = list(itertools.product((waiting, own, library, copy), repeat=2))
+    pairs = list(itertools.product((waiting, own, reading, library, copy), repeat=2))
     early = {(first, later): bool(_edge(first, later, alone=True).type) for first, later in pairs}
     assert not any(_edge(first, later, alone=False).type for first, later in pairs)
     assert [pair for pair, starts_early in early.items() if starts_early] == [
         (waiting, waiting),
         (own, waiting),
+        (reading, waiting),
     ]
 
 
@@ -361,6 +364,38 @@ def test_generated_kernels_wait_before_they_read(device: Device, given: Given) -
     (source,) = gathered.sources.values()
     body = whole_text([source], "cuda").partition(f" {source.name}(")[2]
     assert 0 < body.index("WAIT_FOR_EARLIER;") < body.index("in0 +=")
+
+
+def _calls(wanted: Node, inputs: Sequence[Node]) -> list[Call]:
+    can = replace(Imagined(tensor_cores=True).capabilities, max_group_size=1024)
+    schedule = compile_graph([wanted], inputs, {}, Target.of(can))
+    return [call for step in schedule.groups for call in step.calls]
+
+
+def _linear(x: Node, matrix: Node) -> Node:
+    return contraction.matmul(x, shaping.permute(matrix, (1, 0)))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_product_reads_its_matrix_before_it_waits_unless_another_kernel_writes_it(packed: bool) -> None:
+    product = quantization.packed_matmul if packed else _linear
+    x, last = placeholder((2, 2048), bfloat16), placeholder((512, 64 if packed else 2048), bfloat16)
+    inputs = [x, *([placeholder((512, 256), UINT32)] if packed else []), last]
+    (call,) = _calls(product(*inputs), inputs)
+    early, _, late = call.source.text.partition("WAIT_FOR_EARLIER;")
+    row, *matrices = (f"in{inputs.index(node)} " for node in inputs)
+    assert all(f"{name}+ " in early for name in matrices[:1])
+    assert f"{row}+ " in late
+    assert f"{row}+ " not in early
+    computed, again = calls = _calls(product(*inputs[:-1], elementwise.add(last, last)), inputs)
+    assert again.source.text == call.source.text
+    assert may_begin_early([call, call], [[], [0]]) == [False, True]
+    assert may_begin_early(calls, [[], [0]]) == [False, False]
+    assert may_begin_early([computed, call], [[], [0]]) == [False, True]  # which reads something else
+    # Also if that kernel is not the last before it, unless one between them begins when it has ended.
+    other = replace(call, touched=Touched())
+    assert may_begin_early([computed, other, again], [[], [0], [1]]) == [False, True, False]
+    assert may_begin_early([computed, again, again], [[], [0], [1]]) == [False, False, True]
 
 
 def test_no_load_may_be_moved_before_the_wait(device: Device, given: Given) -> None:

@@ -10,6 +10,7 @@ from penstock.compiler.budget import described, result_bytes
 from penstock.compiler.compilation import Compilation
 from penstock.compiler.schedule import BufferSpec, Copy, Location, Schedule, Step
 from penstock.compiler.target import Target
+from penstock.fusion.groups import Group
 from penstock.fusion.views import base
 from penstock.graph.node import Node
 from penstock.graph.reference import constant_key
@@ -19,6 +20,7 @@ from penstock.kernels.hazards import Range, Touched
 from penstock.kernels.library.cublaslt import LibraryLaunch
 from penstock.kernels.lower import Lowering, constants
 from penstock.kernels.source import ALIGNMENT
+from penstock.kernels.templates.launches import Launch
 
 
 def emit(state: Compilation, target: Target) -> Compilation:
@@ -101,7 +103,7 @@ class _Steps:
                     scalars=launch.scalars,
                     constants=scalars,
                     work=group.work,
-                    touched=Touched(reads, writes + restored),
+                    touched=Touched(reads, writes + restored, self._ahead(group, launch)),
                     scratch=tuple(self._span(value) for value in scratch),
                     cost=cost,
                 )
@@ -133,6 +135,11 @@ class _Steps:
         """The buffer that a temporary lies in."""
         arena = self._plan.arena_of[value]
         return self._first_of_more + arena - 1 if arena else 0
+
+    def _ahead(self, group: Group, launch: Launch) -> tuple[Range, ...]:
+        """The bytes that a launch reads before it waits for others."""
+        nodes = (*group.outputs, *group.inputs)
+        return tuple(self._range(base(nodes[launch.buffers[at]])) for at in launch.source.ahead)
 
     def _range(self, node: Node) -> Range:
         """The bytes that hold a value."""

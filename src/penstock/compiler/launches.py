@@ -194,6 +194,28 @@ def _fused(
     return [launch if launch in calls else sizes.launch(launch, varied=True) for launch in launches]
 
 
+def may_begin_early(calls: Sequence[Call | Copy], after: Sequence[Sequence[int]]) -> list[bool]:
+    """For each call, whether it may begin before the one that it must wait for has ended, if that is one.
+
+    That one may have begun early, too, and so on; none of them may write what the call reads before it waits.
+    `after`: the calls that each must wait for.
+    """
+    result: list[bool] = []
+    for call, before in zip(calls, after, strict=True):
+        early, reads = len(before) == 1, call.touched.ahead
+        number = before[0] if before else None
+        while early and reads and number is not None:
+            writes = _touched(calls[number]).writes
+            early = not any(_overlap(read, write) for read in reads for write in writes)
+            number = after[number][0] if result[number] else None
+        result.append(early)
+    return result
+
+
+def _overlap(one: Range, other: Range) -> bool:
+    return one[0] == other[0] and one[1] < other[2] and other[1] < one[2]
+
+
 def dependencies(
     schedule: Schedule, calls: Sequence[Call | Copy], functions: Mapping[str, Any]
 ) -> list[list[int]]:

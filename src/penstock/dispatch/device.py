@@ -97,9 +97,9 @@ class AutoDevice(Device):
 
     # Memory
 
-    def empty(self, nbytes: int) -> Buffer:
+    def empty(self, nbytes: int, unused: bool = False) -> Buffer:
         """See Device."""
-        return self._home(nbytes).empty(nbytes)
+        return self._home(nbytes).empty(nbytes, unused)
 
     def visible(self, nbytes: int) -> Buffer:
         """See Device."""

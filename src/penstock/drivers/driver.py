@@ -91,8 +91,8 @@ class Capabilities:
         return max(1, -(-nbytes // self.binding_bytes))
 
 
-# With which the body of a generated CUDA kernel begins: it waits for the kernels that it depends on.
-WAIT = " WAIT_FOR_EARLIER;"
+# With which the body of a generated CUDA kernel begins: it waits by itself for those that it depends on.
+BEGIN_EARLY = " BEGIN_EARLY;"
 
 
 class LibraryLaunch(Protocol):
@@ -156,7 +156,7 @@ class Cost:
 class Kernel:
     """A compiled kernel and the types of its parameters: `"float32*"` is a buffer, `"int32"` a scalar."""
 
-    __slots__ = ("buffer_slots", "cost", "dtypes", "name", "native", "signature")
+    __slots__ = ("buffer_slots", "cost", "dtypes", "early", "name", "native", "signature")
 
     def __init__(self, name: str, signature: Sequence[str], native: Any) -> None:
         self.name = name
@@ -165,6 +165,7 @@ class Kernel:
         self.dtypes = parameter_dtypes(name, signature)
         self.buffer_slots = tuple(i for i, kind in enumerate(signature) if kind.endswith("*"))
         self.cost: Cost | None = None  # of a launch, if it is known
+        self.early = True  # whether a launch may begin before others have ended, if it waits by itself
 
     def __repr__(self) -> str:
         return f"<Kernel {self.name}({', '.join(self.signature)})>"

@@ -21,6 +21,7 @@ from penstock.compiler.launches import (
     dependencies,
     fused_buffers,
     launch_parts,
+    may_begin_early,
 )
 from penstock.compiler.schedule import Copy, Location, Schedule, Step
 from penstock.drivers.driver import Kernel
@@ -364,6 +365,7 @@ class _Segment:
         self._slots: dict[int, list[tuple[int, int]]] = {}  # where each buffer goes: (launch, position)
         self._places: dict[int, list[tuple[int, int]]] = {}  # where each constant goes
         self._copies: dict[int, Copy] = {}  # by their number among the calls
+        early = may_begin_early(calls, after)
         for number, call in enumerate(calls):
             if isinstance(call, Copy):
                 self._copies[number] = call
@@ -379,7 +381,7 @@ class _Segment:
                 self._places.setdefault(constant, []).append((number, position))
             args += [None] * len(call.constants)
             kernel = copy(next(kernels))  # which may serve other sizes elsewhere, at another cost
-            kernel.cost = call.cost
+            kernel.cost, kernel.early = call.cost, early[number]
             self._launches.append((kernel, call.source.grid, call.source.group, args))
         self._bound: Launches | None = None
         # What the arguments are now, without a reference: a program must keep no memory from use.

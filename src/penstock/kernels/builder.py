@@ -163,6 +163,10 @@ class KernelBuilder:
         """No thread of the workgroup continues before all have arrived."""
         self._add(ir.Barrier(device_memory))
 
+    def wait_for_earlier(self, ahead: Sequence[Memory]) -> None:
+        """Wait for the launches before, after reads of no buffers but these; see `WaitForEarlier`."""
+        self._add(ir.WaitForEarlier(tuple(memory.name for memory in ahead)))
+
     def cluster_barrier(self) -> None:
         """No thread of the cluster's workgroups continues before all have arrived."""
         self._add(ir.ClusterBarrier())

@@ -164,13 +164,14 @@ class MergedCalls:
         kernel.outputs, kernel.scalars = ["uint8"] * len(slots), [*self._constants.values()]
         reads = dict.fromkeys(part for call in calls for part in call.touched.reads)
         writes = tuple(part for call in calls for part in call.touched.writes)
+        ahead = tuple(part for call in calls for part in call.touched.ahead)
         return Call(
             dialect.render(kernel, name),
             tuple((slot, 0) for slot in slots),
             tuple(scalars),
             tuple(self._constants),
             sum(call.work for call in calls),
-            Touched(tuple(reads), writes),
+            Touched(tuple(reads), writes, ahead),
             tuple(part for call in calls for part in call.scratch),
             merged([call.source.name for call in calls], [call.cost for call in calls]),
         )

@@ -16,6 +16,7 @@ class Touched:
 
     reads: tuple[Range, ...] = ()
     writes: tuple[Range, ...] = ()
+    ahead: tuple[Range, ...] = ()  # of those that it reads, before it waits for other launches
 
 
 class _Uses:

@@ -67,6 +67,7 @@ class KernelSource:
     sizes: int = 0  # the number of leading scalars that are sizes
     alone: bool = False  # many programs share it, so it is compiled by itself and never merged
     placed: bool = True  # it takes the offsets of its buffers; else buffers are bound at their offsets
+    ahead: tuple[int, ...] = ()  # buffers that it reads before it waits for the launches that it depends on
 
     @cached_property
     def text(self) -> str:

@@ -13,7 +13,7 @@ from cuda.bindings import nvrtc
 
 from penstock.drivers.binaries import Binaries
 from penstock.drivers.cuda.calls import CudaError, checked
-from penstock.drivers.driver import WAIT, Handles, check_parameter_count
+from penstock.drivers.driver import BEGIN_EARLY, Handles, check_parameter_count
 from penstock.errors import CompileError
 
 SLOT = 8  # bytes of an argument in a launch's block; no scalar has more
@@ -65,7 +65,7 @@ class Compiler:
     def _waits(self, text: str, name: str) -> bool:
         """Whether a kernel waits, by itself, for those that it depends on."""
         body = text.partition(f" {name}(")[2].partition("{")[2]
-        return body.startswith(WAIT) and int(self._architecture[3:].rstrip("a")) >= _WAITING
+        return body.startswith(BEGIN_EARLY) and int(self._architecture[3:].rstrip("a")) >= _WAITING
 
     def has(self, text: str) -> bool:
         """Whether the compiled code of a text is on disk."""

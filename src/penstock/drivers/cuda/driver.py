@@ -168,7 +168,7 @@ class CudaDriver(Driver):
 
     def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Args) -> Any:
         if isinstance(kernel.native, Launch):
-            return Launch(kernel.native.function, grid, group, args)
+            return Launch(kernel.native.function, grid, group, args, kernel.early)
         return LibraryCall(kernel.native, args)
 
     def rebind(self, bound: Any, position: int, dtype: np.dtype[Any], arg: Any) -> None:

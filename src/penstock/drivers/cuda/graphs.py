@@ -85,7 +85,7 @@ def _edge(earlier: Bound, later: Bound, alone: bool) -> Any:
     launching takes. Libraries' kernels, and copies, start when all before them is done.
     """
     edge = cu.CUgraphEdgeData()
-    if alone and isinstance(earlier, Launch) and isinstance(later, Launch) and later.function.waits:
+    if alone and isinstance(earlier, Launch) and isinstance(later, Launch) and later.early:
         edge.from_port = cu.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
         edge.type = cu.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC.value
     return edge

@@ -21,13 +21,19 @@ class Launch:
 
     __slots__ = (
         "_block", "_call", "_grid", "_group", "_node", "_pack", "_params", "_pointers", "_queue", "_sizes",
-        "changes", "function",
+        "changes", "early", "function",
     )  # fmt: skip
 
     def __init__(
-        self, function: Function, grid: Grid = (), group: Grid = (), args: Sequence[Any] = ()
+        self,
+        function: Function,
+        grid: Grid = (),
+        group: Grid = (),
+        args: Sequence[Any] = (),
+        early: bool = True,
     ) -> None:
         self.function = function
+        self.early = early and function.waits  # whether it may begin before what it depends on has ended
         count = len(function.formats)
         self._block = (ctypes.c_uint64 * count)()
         start = ctypes.addressof(self._block)

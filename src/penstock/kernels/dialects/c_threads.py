@@ -56,6 +56,8 @@ class ThreadPrinter(CPrinter):
                 asked = f"COMES_LAST({counters} + {self.addend(index)}, {count})"
                 first = f"if (THREAD == 0) {array}[0] = {asked};"
                 return ["DEVICE_BARRIER;", first, "BARRIER;", f"int {name} = {array}[0];"]
+            case ir.WaitForEarlier():
+                return ["WAIT_FOR_EARLIER;"]
             case ir.ClusterBarrier():
                 return ["CLUSTER_BARRIER;"]
             case ir.ClusterSum(name, array, index, count):

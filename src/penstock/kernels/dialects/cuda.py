@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from penstock.drivers.driver import WAIT
+from penstock.drivers.driver import BEGIN_EARLY
+from penstock.kernels import ir
 from penstock.kernels.dialects.c_dialect import CDialect
 from penstock.kernels.dialects.thread_prelude import TANH, THREAD_NAMES, THREAD_WORDS
 from penstock.kernels.source import C_TYPES, KernelSource
@@ -29,11 +30,13 @@ typedef unsigned long ulong;
 #define DEVICE static __device__ __forceinline__
 #define CALLED static __device__ __noinline__
 #define RESTRICT __restrict__
-// A kernel may be launched while those that it depends on still run, and waits for them before anything else.
-// What depends on it may be launched at once, too.
+// A kernel may be launched while those that it depends on still run, and waits for them before it reads what
+// they write. What depends on it may be launched at once, too.
 #if __CUDA_ARCH__ >= 900
-#define WAIT_FOR_EARLIER asm volatile("griddepcontrol.launch_dependents; griddepcontrol.wait;" ::: "memory")
+#define BEGIN_EARLY asm volatile("griddepcontrol.launch_dependents;" ::: "memory")
+#define WAIT_FOR_EARLIER asm volatile("griddepcontrol.wait;" ::: "memory")
 #else
+#define BEGIN_EARLY
 #define WAIT_FOR_EARLIER
 #endif
 #define BARRIER __syncthreads()
@@ -255,7 +258,8 @@ class Cuda(CDialect):
     def text(self, source: KernelSource) -> str:
         """A kernel's text with its launch bounds, or NVRTC gives each thread too many registers.
 
-        Its first statement waits for the kernels that it depends on; a user's own kernel has none.
+        Its first statement waits for the kernels that it depends on, unless a later one does; a user's own
+        kernel has none.
         """
         before, opening, rest = source.text.partition(f"KERNEL {source.name}(")
         if not opening:
@@ -264,4 +268,13 @@ class Cuda(CDialect):
         parameters, brace, body = rest.partition("{")
         cluster = f" __cluster_dims__({source.cluster}, 1, 1)" if source.cluster > 1 else ""
         opening = f"KERNEL __launch_bounds__({', '.join(map(str, bounds))}){cluster} {source.name}("
-        return f"{before}{opening}{parameters}{brace}{WAIT}{body}"
+        later = not isinstance(source.body, str) and _waits(source.body.kernel)
+        begin = BEGIN_EARLY if later else f"{BEGIN_EARLY} WAIT_FOR_EARLIER;"
+        return f"{before}{opening}{parameters}{brace}{begin}{body}"
+
+
+def _waits(kernel: ir.KernelIR) -> bool:
+    """Whether a statement of a kernel, or of each of its functions, waits for earlier launches."""
+    if kernel.functions:
+        return all(_waits(function.kernel) for function in kernel.functions)
+    return any(isinstance(statement, ir.WaitForEarlier) for statement in ir.walk(kernel.body))

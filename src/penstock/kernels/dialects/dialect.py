@@ -43,6 +43,14 @@ class DialectBody:
         return self.dialect.print(self.kernel, name)
 
 
+def _ahead(kernel: ir.KernelIR) -> tuple[int, ...]:
+    """The buffers that a kernel reads before it waits for earlier launches, by their positions."""
+    waits = (statement for statement in ir.walk(kernel.body) if isinstance(statement, ir.WaitForEarlier))
+    names = {name for wait in waits for name in wait.ahead}
+    outputs, inputs, _ = kernel.parameters
+    return tuple(at for at, (_, name) in enumerate((*outputs, *inputs)) if name in names)
+
+
 class Dialect(ABC):
     """A kernel language. The attributes say what it supports; the defaults are those of C."""
 
@@ -91,6 +99,7 @@ class Dialect(ABC):
             tuple((array.dtype, array.name, array.length) for array in kernel.arrays),
             kernel.resident,
             kernel.cluster,
+            ahead=_ahead(kernel),
         )
 
     @abstractmethod

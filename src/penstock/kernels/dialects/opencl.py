@@ -128,6 +128,7 @@ _THREADS = """
 #define LOCAL_ADD(counter, more) atomic_add(&counter, more)
 #define LOAD_ONCE_4 LOAD_4
 #define UNKNOWN_ONE 1
+#define WAIT_FOR_EARLIER
 #define FORGET(word)
 #define NEGATE_INT8(x) ((char)(0 - (uchar)(x)))
 #define NEGATE_INT16(x) ((short)(0 - (ushort)(x)))

@@ -266,6 +266,15 @@ class ClusterSum(Statement):
     count: int
 
 
+class WaitForEarlier(Statement):
+    """Waits for the launches that a kernel depends on, if it begins before they have ended.
+
+    Before it a kernel reads `ahead` only, buffers by name. One without it waits before anything else.
+    """
+
+    ahead: tuple[str, ...]
+
+
 class Fence(Statement):
     """Memory accesses after it stay after those before it, whatever their dtypes.
 

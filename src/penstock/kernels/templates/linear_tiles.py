@@ -79,6 +79,9 @@ class _Place:
     column: ir.Var  # of 4
 
 
+# What a thread read of the matrices, by chunk: where it begins, whether it is inside, and the words of each
+# matrix and half of a tile.
+_Words = Sequence[tuple[ir.Var, ir.Var | None, Mapping[tuple[int, int], list[ir.Expr]]]]
 Totals = Mapping[tuple[int, int, int], Sequence[ir.Var]]  # by matrix, tile and tile of rows
 # Given the row, the column, and the sum of each matrix: statements that compute the outputs and store them.
 Finish = Callable[[ir.Expr, ir.Expr, Sequence[ir.Var]], list[ir.Statement]]
@@ -135,10 +138,18 @@ def linear_tiles(
     round_ = _Round(k, problem, division, first, place)
     taken = division.chunks * _CHUNK  # inputs of a warp in a round
     rounds = ceil(problem.inner / (splits * parts * taken))
-    with k.loop("round", 0, rounds) as number:
+    masked = rounds * splits * parts * taken > problem.inner
+
+    def read(number: ir.Expr) -> _Words:
         warps = (number * splits + rank) * parts + place.part  # those before
-        start = k.let("start", warps * taken + place.column * _ITEMS)
-        round_.add_products(start, rounds * splits * parts * taken > problem.inner, totals)
+        return round_.read(k.let("start", warps * taken + place.column * _ITEMS), masked)
+
+    words = read(ir.Const(0))
+    k.wait_for_earlier(problem.matrices)
+    round_.add_products(words, totals)
+    if rounds > 1:
+        with k.loop("round", 1, rounds) as number:
+            round_.add_products(read(number), totals)
     _Sums(k, problem, division, first, finish).combine(totals, place, rank)
     grid = ceil(problem.columns / division.features) * splits
     return k.source((grid,), (parts * across * _WARP,), _RESIDENT, cluster=splits)
@@ -174,8 +185,8 @@ class _Round:
             for offset in offsets
         ]
 
-    def add_products(self, start: ir.Expr, masked: bool, totals: Totals) -> None:
-        """Read everything from `start` on; add its products to the totals."""
+    def read(self, start: ir.Expr, masked: bool) -> _Words:
+        """Read the matrices from `start` on."""
         k, chunks = self._k, range(self._division.chunks)
         at = [k.let(f"at{chunk}", start + chunk * _CHUNK) for chunk in chunks]
         inside = [
@@ -190,14 +201,18 @@ class _Round:
             }
             for chunk in chunks
         ]
-        with k.optimization_barrier("once") as none:  # the matrices are read before
-            for chunk in chunks:
+        return [*zip(at, inside, left, strict=True)]
+
+    def add_products(self, words: _Words, totals: Totals) -> None:
+        """Add the products of what was read of the matrices to the totals."""
+        k = self._k
+        with k.optimization_barrier(k.fresh("once")) as none:  # the matrices are read before
+            for at, inside, left in words:
                 for rows, begin in enumerate(self._rows):
-                    right = self._words(self._problem.x, begin + (at[chunk] + none), inside[chunk])
+                    right = self._words(self._problem.x, begin + (at + none), inside)
                     for (matrix, tile, other), sums in totals.items():
                         if other == rows:
-                            halves = left[chunk][matrix, 2 * tile], left[chunk][matrix, 2 * tile + 1]
-                            self._multiply(sums, halves, right)
+                            self._multiply(sums, (left[matrix, 2 * tile], left[matrix, 2 * tile + 1]), right)
 
     def _words(self, memory: Memory, index: ir.Expr, inside: ir.Expr | None) -> list[ir.Expr]:
         """Neighbouring items, as words of two; zeros where there are none."""

@@ -78,10 +78,16 @@ def tensor_packed(
     }
     at_once = max(min(steps, _AT_ONCE // len(own)), 1)
     rounds = ceil(steps / at_once)
-    x = problem.x
-    if prologue is not None and rounds > 1:
-        x = prologue(k, warps * _WARP)
-    with k.loop("round", 0, rounds) as round_:
+
+    def begin() -> Memory:
+        """Wait for earlier launches; then read what follows the products, and have the rows."""
+        k.wait_for_earlier([memory for matrix in problems for memory in (matrix.words, matrix.scales)])
+        results.read()
+        return problem.x if prologue is None else prologue(k, warps * _WARP)
+
+    if rounds > 1:
+        x = begin()
+    with k.loop("round", 0, rounds) if rounds > 1 else nullcontext(ir.Const(0)) as round_:
         read: list[tuple[ir.Var, ir.Var | None, list[_Left]]] = []
         for turn in range(at_once):
             step = round_ * at_once + turn
@@ -93,8 +99,8 @@ def tensor_packed(
                 for number, (matrix, tile) in enumerate(own)
             ]
             read.append((at, inside, lefts))
-        if prologue is not None and rounds == 1:  # while the integers are under way
-            x = prologue(k, warps * _WARP)
+        if rounds == 1:  # while the integers are under way
+            x = begin()
         # A few workgroups read all integers before they compute anything; many wait for each other's.
         with k.optimization_barrier(k.fresh("once")) if few else nullcontext(ir.Const(0)) as none:
             for at, inside, lefts in read:
@@ -102,6 +108,7 @@ def tensor_packed(
                     _row_words(k, problem, x, rows, at + none, inside, place) for rows in range(row_tiles)
                 ]
                 for number, left in enumerate(lefts):
+                    left.begin()
                     for part in range(_ITEMS // 4):  # the inputs of a thread that a product of tiles takes
                         pairs = left.pairs(part)
                         for rows, words in enumerate(own_rows):
@@ -163,9 +170,13 @@ class _Left:
                 read += [k.lane(words, word) for word in range(_WORDS)]
             self._words.append(read)
             index = column * (problem.inner // problem.group) + at // problem.group
-            scale = k.let(f"scale{name}", k.load(problem.scales, index, inside))
-            factor = scale * 256.0 if problem.bits == 8 else scale  # integers of 8 bits are in units of 1/256
-            self._scales.append(k.let(f"factor{name}", self._paired(factor, factor)))
+            self._scales.append(k.let(f"scale{name}", k.load(problem.scales, index, inside)))
+
+    def begin(self) -> None:
+        """Have the scales as they are multiplied, once they are there."""
+        k, scale = self._k, 256.0 if self._problem.bits == 8 else 1.0  # integers of 8 bits are in 1/256
+        factors = [value * scale for value in self._scales]
+        self._scales = [k.let(k.fresh("factor"), self._paired(factor, factor)) for factor in factors]
 
     def pairs(self, number: int) -> list[ir.Expr]:
         """The weights of a product of tiles, two in a word: neighbours of both features, then the next."""
@@ -211,12 +222,16 @@ class _Results:
         self._first, self._features, self._epilogue = first, features, epilogue
         self._products = [ir.Var(f"product{at}", ir.Type("float32")) for at in range(len(problems))]
         self._count = features * self._problem.rows
+        self._ready: list[ir.Statement] = []
         self._later: list[ir.Statement] = []
         if self._count <= threads:
             self._item = clamped(k, "item", k.thread, self._count)
             names = [product.name for product in self._products]
-            ready, self._later = divided(self._statements(self._item), names)
-            k.splice(ready)
+            self._ready, self._later = divided(self._statements(self._item), names)
+
+    def read(self) -> None:
+        """Read what the results need besides the products."""
+        self._k.splice(self._ready)
 
     def _statements(self, item: ir.Expr) -> list[ir.Statement]:
         k, columns = self._k, self._problem.columns
