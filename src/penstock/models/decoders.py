@@ -98,6 +98,9 @@ class Decoder:
         self._wide = all(reads_pages(*each) for each in given)
         fused = can.vector_width > 1 or all(on_tensor_cores(*each) for each in given)
         self._from_pages = self._wide and fused
+        # Whether what steps are given may be replaced where it lies: if the host shared that memory, it would
+        # wait for the last step, and `auto` may have moved it.
+        self._replaces = not can.shared_memory and self.device.dispatcher is None
         self._caches = [self._empty((1,), weight.dtype) for _ in self._shapes]
         self._state = self._empty((slots, 2), int32)  # of each slot: its last token, and the positions before
         # The last tokens of each slot, by their positions modulo `RECENT`, in memory that the host sees where
@@ -111,7 +114,7 @@ class Decoder:
         self.programs = Programs(weakly(self._program), weakly(self._compiling))
         self._see = jitted(self._see_row)
         self._again: _Again | None = None  # the last step, if that was of tokens and may be repeated
-        self._last: dict[str, tuple[npt.NDArray[Any], Tensor]] = {}  # what was uploaded for the last tokens
+        self._last: dict[str, tuple[npt.NDArray[Any], Tensor]] = {}  # what was uploaded last, by name
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -208,36 +211,28 @@ class Decoder:
         return self._step(rows, places, others)
 
     def _repeated(self, sequences: list[TokenSequence]) -> Sequence[TokenSequence | None] | None:
-        """Take the last step once more, for those of its sequences that are left: its rows.
-
-        None, and nothing was done, if that does not do.
-        """
-        if self._again is None:
-            return None
-        same = not self._again.paged and self._again.rows == sequences
-        if not same and not self._changed(sequences):
-            return None
+        """Take the last step once more, for those of its sequences that are left: its rows, if it can be."""
+        again = self._again
+        if again is not None and (again.paged or again.rows != sequences):
+            again = self._changed(again, sequences)
         with evaluating():
-            return self._again.rows if self._again.repeated() else None
+            return again.rows if again is not None and again.repeated() else None
 
-    def _changed(self, sequences: list[TokenSequence]) -> bool:
-        """Have the last step leave rows out, and know further pages, where it lies in the device's memory."""
-        assert self._again is not None
-        taken, going = self._again.taken, set(sequences)
-        rows = [each if each in going else None for each in self._again.rows]
+    def _changed(self, again: _Again, sequences: list[TokenSequence]) -> _Again | None:
+        """The last step without rows that left, and with further pages, replaced in the device's memory."""
+        taken, going = again.taken, set(sequences)
+        rows = [each if each in going else None for each in again.rows]
         fits = taken.rows == bucket(len(sequences), 1, self.slots)
-        fits = fits and taken.width >= self._width(sequences, _WIDE)
-        # The host would wait for the last step if it wrote to memory that it shares with the device.
-        shared = self.device.capabilities.shared_memory
-        if shared or not fits or [each for each in rows if each is not None] != sequences:
-            return False
+        fits = fits and taken.width >= self._width(sequences, _WIDE) and self._replaces
+        if not fits or [each for each in rows if each is not None] != sequences:
+            return None
         for name, array in zip(("slots", "table"), self._token_arrays(taken, rows), strict=True):
             last, tensor = self._last[name]
             if not np.array_equal(last, array):
                 self.device.upload(array, into=tensor._node.value)
                 self._last[name] = (array, tensor)
-        self._again = self._again._replace(rows=rows, paged=False)
-        return True
+        self._again = again._replace(rows=rows, paged=False)
+        return self._again
 
     def _token_arrays(
         self, taken: Bucket, rows: Sequence[TokenSequence | None]
@@ -300,8 +295,8 @@ class Decoder:
 
     def _replaced(self, name: str, array: npt.NDArray[Any]) -> Tensor:
         """An array on the device, in the place of the last of its shape: so programs find it where it was."""
-        last, shared = self._last.get(name), self.device.capabilities.shared_memory
-        if shared or last is None or last[0].shape != array.shape:
+        last = self._last.get(name)
+        if not self._replaces or last is None or last[0].shape != array.shape:
             return self._kept(name, array)
         made = Tensor(
             leaf(self.device.upload(array, into=last[1]._node.value), array.shape, int32), self.device
