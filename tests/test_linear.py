@@ -163,6 +163,7 @@ def test_clusters_share_the_inputs(
     splits: int,
 ) -> None:
     monkeypatch.setattr(linear_tiles, "_FEW_BYTES", 2 * rows * inner // splits)
+    monkeypatch.setattr(linear_tiles, "_FEW_INPUTS", 0)
     shapes = (rows, inner), (features, inner)
     x, weight = inputs = [placeholder(shape, bfloat16) for shape in shapes]
     arrays = drawn(*shapes, dtype=bfloat16)

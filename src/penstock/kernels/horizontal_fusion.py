@@ -129,6 +129,7 @@ class _Launch:
             functions=merging.functions(linkage),
             arrays=self._local_memory(),
             group=self._given[0].source.group,
+            resident=self._resident(),
             cluster=self._given[0].source.cluster,
             vectors=False,
         )
@@ -148,6 +149,10 @@ class _Launch:
         kernel.grid = (first,)
         kernel.body = [ir.Let(_GROUP.name, ir.WORKGROUP), *_by_branch(branches)]
         return merging.as_one(kernel, f"side_by_side_{merging.digest}", self._dialect)
+
+    def _resident(self) -> int:
+        """How many workgroups a compute unit should have room for, if all wait when they have read much."""
+        return min(source.resident if source.ahead else 1 for source in self._merging.sources.values())
 
     def _local_memory(self) -> list[ir.LocalArray]:
         """Local memory that every piece uses for its own arrays."""

@@ -30,6 +30,7 @@ _ROOM = _ROWS * _STRIDE  # floats for a tile
 _LOCAL_BYTES = 48 << 10
 _FEW_BYTES = 64 << 10  # of rows, which a workgroup may read for a tile of features
 _WARPS = 8  # of a workgroup
+_FEW_INPUTS = 8 * _WARPS * _CHUNK  # of which a workgroup reads a tile at once
 _RESIDENT = 2  # workgroups of a compute unit
 
 
@@ -91,7 +92,8 @@ def divided(problem: LinearProblem, capabilities: Capabilities) -> Division:
     """How the workgroups of a product divide it."""
     each = len(problem.matrices)
     units = ceil(problem.columns / _FEATURES) * each / capabilities.compute_units  # tiles for each
-    splits = 1 if units > 3 or not capabilities.clusters else _splits(problem)
+    at_once = each == 1 and units <= 1.5 and problem.inner <= _FEW_INPUTS
+    splits = 1 if units > 3 or at_once or not capabilities.clusters else _splits(problem)
     together = splits * (4 // each if units > 3 else 2 if units > 1.5 else 1)  # tiles of a workgroup
     wide = each == 1 and problem.row_tiles <= 4  # the sums of two tiles fit into registers
     tiles = 2 if wide and together > 1 else 1
