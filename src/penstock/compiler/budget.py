@@ -245,10 +245,10 @@ def _outlines(state: Compilation, target: Target, room: int | None = None) -> It
             sequence = partial(prefetched, sequel, tasks, nbytes, link)
         return _Outline(least_of(sequel), partial(_laid_out, state, target, works.nodes, sequence))
 
-    for found in _frontier(tasks, order, nbytes, kept, link, own, new, ample):
+    for alternatives in _frontier(tasks, order, nbytes, kept, link, own, new, ample):
         # With time for copies; or else, where none of these can be packed, in the least memory.
-        yield from (outline(sequel, sequel.moves) for sequel in found)
-        yield from (outline(sequel, False) for sequel in found if sequel.moves)
+        yield from (outline(sequel, sequel.moves) for sequel in alternatives)
+        yield from (outline(sequel, False) for sequel in alternatives if sequel.moves)
 
 
 def _state(
