@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 from penstock.errors import OutOfDeviceMemory
 from penstock.execution.realize import realize
 from penstock.graph.calls import CALL
+from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.node import Node, topological
 from penstock.runtime import Device
 from penstock.tensor.backward import recorded_gradients
@@ -55,6 +56,8 @@ def _needed(read: Node, device: Device) -> list[Node]:
     These are the gradients of the outermost values through which any may pass.
     """
     behind = [node for node in topological([read]) if node.value is None]
+    if any(node.dtype in HALF_PRECISION for node in behind):
+        return []  # what is kept would be rounded, and what is fused with the gradients is not
     tracked = [node for node in behind if node.tracked and node.dtype.kind == "f"]
     called = [parent for node in behind if node.primitive is CALL for parent in node.inputs]
     inner = {*called, *(parent for node in tracked for parent in node.inputs)}
