@@ -511,3 +511,13 @@ def test_small_kernels_that_repeat(device: Device) -> None:
     if device.capabilities.vector_width > 1:
         assert captured.program is not None
         assert captured.program.launches < 20
+
+
+def test_constants_of_other_shapes_are_other_expressions(device: Device) -> None:
+    x = ps.asarray(np.arange(6, dtype=np.float32).reshape(2, 3), device=device)
+    for rows in (1, 2, 3, 2, 1):
+        for _ in range(3):
+            joined = ps.concat([x, ps.full((rows, 3), 2.0, device=device)]).realize().numpy()
+            product = (x @ ps.full((3, rows), 2.0, device=device)).realize().numpy()
+        assert np.array_equal(joined, np.concatenate([x.numpy(), np.full((rows, 3), 2.0)]))
+        assert np.array_equal(product, x.numpy() @ np.full((3, rows), 2.0))

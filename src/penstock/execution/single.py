@@ -64,7 +64,7 @@ def _operation(node: Node) -> Single | None:
     if y.primitive is not FULL:
         return None
     number = constant_key(y, "number")
-    return (operation, x.shape, x.dtype.name, FULL, y.dtype.name), [x.value], (x,), (number,)
+    return (operation, x.shape, x.dtype.name, FULL, y.shape, y.dtype.name), [x.value], (x,), (number,)
 
 
 def is_all_of(single: Single, structure: Structure) -> bool:
