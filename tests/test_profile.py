@@ -169,6 +169,28 @@ def test_a_jitted_step_gives_the_same_bits_and_costs_what_it_computes(kind: str)
     device.close()
 
 
+@pytest.mark.parametrize("kind", DRIVERS)
+def test_expressions_known_before_a_profile_follow_other_kernels_after_it(kind: str) -> None:
+    """Commands are timed by queues of their own, so what was launched once must not stay with its queue."""
+    device = Device.over(DRIVERS[kind]())
+    matrix = ps.full((256, 256), 1 / 256, device=device)
+
+    @ps.jit
+    def slow(x: ps.Tensor) -> ps.Tensor:
+        for _ in range(30):
+            x = x @ matrix
+        return x
+
+    for n in range(6):
+        x = ps.full((256, 256), float(n), device=device)
+        y = slow(x) + 1.0
+        assert np.allclose((y * 2.0).numpy(), 2 * n + 2)
+        if n == 2:
+            with ps.profile(device=device):
+                (x - 1.0).numpy()
+    device.close()
+
+
 def test_a_program_is_a_graph_before_and_after_but_not_in_a_profile() -> None:
     device = Device.over(GraphingHost("host-graphs", scheduler=random.Random(0)))
     kernels, out = compiled(device), device.empty(4000)

@@ -70,7 +70,7 @@ class Stream:
     def launcher(self, command: Launch) -> Callable[[Sequence[Any], Sequence[Buffer]], None]:
         """What records a launch, any number of times, with native arguments and all buffers among them."""
         kernel, grid, group, _ = command
-        driver, queue, native_queue = self._driver, self.compute, self.compute.native
+        driver, queue = self._driver, self.compute
 
         def record(native: Sequence[Any], buffers: Sequence[Buffer]) -> None:
             with self.lock:  # not acquire() and try: an interrupt between these would leave it locked
@@ -79,7 +79,8 @@ class Stream:
                 waits = queue.dependencies(buffers)
                 try:
                     try:
-                        event = driver.launch(native_queue, kernel, grid, group, native, waits)
+                        # The native queue is another one once commands were timed.
+                        event = driver.launch(queue.native, kernel, grid, group, native, waits)
                     except DeviceError as error:
                         raise DeviceError(error.reason, describe(command)) from None
                     queue.record(event, command, buffers)
