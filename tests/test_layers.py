@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,3 +92,13 @@ def test_imports_point_down(path: Path) -> None:
         assert LEVELS[other] < LEVELS[own], f"{where} imports {module}, which is not below it"
         private = name.startswith("_") and not name.endswith("__")
         assert not private, f"{where} imports the private name {name} of {module}"
+
+
+def test_the_compiler_is_imported_when_something_is_compiled() -> None:
+    """It takes as long to import as all the rest."""
+    code = "import sys, penstock; print(*(name for name in sys.modules if name.startswith('penstock.')))"
+    names = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout.split()
+    late = ("penstock.compiler", "penstock.fusion", "penstock.kernels.lower", "penstock.plan")
+    assert [name for name in names if name.startswith(late)] == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -10,19 +10,11 @@ from itertools import accumulate
 from penstock.compiler.budget import Level
 from penstock.drivers.driver import Cost
 from penstock.drivers.rates import Crossing, StepRates
+from penstock.execution import step_rates
 from penstock.formatting import format_bytes, format_seconds
 from penstock.runtime import Device
 
 _SHOWN = 2  # kinds of what is recomputed, in a row
-
-
-_measured_rates: Callable[[Device, Iterable[str]], StepRates | None]  # with the dtypes of products
-
-
-def provide_rates(measured: Callable[[Device, Iterable[str]], StepRates | None]) -> None:
-    """Register the function that measures a device, which this module cannot import."""
-    global _measured_rates
-    _measured_rates = measured
 
 
 @dataclass(frozen=True)
@@ -121,7 +113,7 @@ class MemoryPlan:
     def _rates(self) -> StepRates | None:
         """The rates of the device; measured once, and kept on disk. None: it cannot be measured."""
         dtypes = {cost.product for cost in self.unlimited.launches if cost.product}
-        return self._planned_for.driver.rates or _measured_rates(self._planned_for, dtypes)
+        return self._planned_for.driver.rates or step_rates.measured_rates(self._planned_for, dtypes)
 
     @property
     def unlimited_seconds(self) -> float | None:
