@@ -285,6 +285,8 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.register_profile("penstock", deadline=None, derandomize=not whole)
     hypothesis.settings.load_profile("penstock")
     os.environ.setdefault("PENSTOCK_COMPILE_AHEAD", "0")  # what tests compile is enough
+    # Processes that tests start need not look for devices: loading WebGPU takes as long as all the rest.
+    os.environ.setdefault("PENSTOCK_DEVICE", ps.default_device().name)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

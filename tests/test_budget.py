@@ -26,7 +26,7 @@ from penstock.compiler.target import Budget, Target
 from penstock.drivers.driver import Capabilities
 from penstock.drivers.rates import StepRates
 from penstock.errors import OutOfDeviceMemory, SettingError
-from penstock.execution import memory_plan
+from penstock.execution import rates as execution_rates
 from penstock.execution.structure import Structure
 from penstock.graph import contraction, elementwise, reducing
 from penstock.graph.gradient import gradients
@@ -495,7 +495,7 @@ def test_what_is_given_is_checked(host: Device) -> None:
 
 def test_a_plan_runs_nothing_and_is_a_table(host: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     rates = StepRates(1e9, {"float32": 1e10}, 1e-6, 1e9)
-    monkeypatch.setattr(memory_plan, "_measured_rates", lambda device, dtypes: rates)
+    monkeypatch.setattr(execution_rates, "step_rates", lambda device, dtypes: rates)
     x = given_to(host)
     total = ps.zeros((), device=host)
 

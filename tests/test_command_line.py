@@ -203,7 +203,7 @@ def test_devices_for_a_program() -> None:
 
 def test_a_plan_for_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = StepRates(2e9, {"float32": 1e10}, 3e-6, 1e10)
-    monkeypatch.setattr("penstock.execution.memory_plan._measured_rates", lambda device, dtypes: rates)
+    monkeypatch.setattr("penstock.execution.rates.step_rates", lambda device, dtypes: rates)
     sizes = "--width 16 --layers 1 --heads 2 --memory 1KiB"
     plan = answer("plan", "--device", "host", *sizes.split())
     assert plan["device"] == "host"

@@ -11,7 +11,7 @@ from math import e, inf, nan, pi
 from penstock import data, errors, functions, memory, models, names, nn, optim, testing
 from penstock.advising import Advice, advise
 from penstock.drivers.rates import StepRates as _StepRates
-from penstock.execution.step_rates import provide_rates as _provide_rates
+from penstock.execution.rates import provide_rates as _provide_rates
 from penstock.functions import *  # noqa: F403 - what the table of names gives
 from penstock.memory.buffer import Buffer
 from penstock.nn.quantizing import quantize

@@ -10,7 +10,7 @@ from itertools import accumulate
 from penstock.compiler.budget import Level
 from penstock.drivers.driver import Cost
 from penstock.drivers.rates import Crossing, StepRates
-from penstock.execution import step_rates
+from penstock.execution import rates
 from penstock.formatting import format_bytes, format_seconds
 from penstock.runtime import Device
 
@@ -113,7 +113,7 @@ class MemoryPlan:
     def _rates(self) -> StepRates | None:
         """The rates of the device; measured once, and kept on disk. None: it cannot be measured."""
         dtypes = {cost.product for cost in self.unlimited.launches if cost.product}
-        return self._planned_for.driver.rates or step_rates.measured_rates(self._planned_for, dtypes)
+        return self._planned_for.driver.rates or rates.step_rates(self._planned_for, dtypes)
 
     @property
     def unlimited_seconds(self) -> float | None:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from penstock.drivers.rates import StepRates
 from penstock.runtime import Device
 
-measured_rates: Callable[[Device, Iterable[str]], StepRates | None]  # with the dtypes of products
+step_rates: Callable[[Device, Iterable[str]], StepRates | None]  # with the dtypes of products
 
 
 def provide_rates(measured: Callable[[Device, Iterable[str]], StepRates | None]) -> None:
     """Register the function that measures a device."""
-    global measured_rates
-    measured_rates = measured
+    global step_rates
+    step_rates = measured
