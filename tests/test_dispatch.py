@@ -666,6 +666,7 @@ def test_threads(plain: AutoDevice) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("given_rates")
 def test_a_profile_sees_both(plain: AutoDevice) -> None:
     choice = random.Random(0)
     plain.dispatcher.dictate = lambda _: Placement(choice.choice(plain.members))

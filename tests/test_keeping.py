@@ -12,6 +12,7 @@ import penstock as ps
 from penstock import Device, nn, optim
 
 F = nn.functional
+pytestmark = pytest.mark.usefixtures("given_rates")  # which profiles would measure
 ROWS, WIDTH, CLASSES = 96, 64, 10
 
 

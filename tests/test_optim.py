@@ -353,10 +353,12 @@ def test_what_cannot_be_optimized_is_named() -> None:
         optim.SGD([weight, far])
 
 
+@pytest.mark.usefixtures("given_rates")
 def test_small_predictions_that_are_in_use_are_computed_with_the_step(device: Device) -> None:
     assert not kernels_of_predictions(device)
 
 
+@pytest.mark.usefixtures("given_rates")
 def test_others_are_computed_when_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backward, "_SMALL_BYTES", ROWS * 8 * 4 - 1)
     device = Device.over(DRIVERS[OPENCL]())

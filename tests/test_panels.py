@@ -110,6 +110,7 @@ def test_products_store_concatenations(device: Device, axis: int, columns: int) 
     np.testing.assert_allclose(after.numpy(), further, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.usefixtures("given_rates")
 def test_the_concatenation_is_stored_by_the_kernel_of_the_product() -> None:
     x, w = ps.asarray(normal(12, 50)), ps.asarray(normal(50, 40, seed=1))
 
