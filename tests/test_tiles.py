@@ -118,6 +118,34 @@ def test_only_what_is_read_across_goes_through_a_tile(capabilities: Capabilities
     assert not any("tile" in source(elementwise.negative(view), capabilities) for view in along)
 
 
+def test_results_that_exceed_the_cache_are_streamed() -> None:
+    """Not where a vector would not be aligned, nor where the result may be written over an input."""
+
+    def streams(rows: int, columns: int, dtype: Any = np.float32, beside: bool = False) -> bool:
+        x, y = at(np.ones((rows, columns), dtype)), at(np.ones((columns, rows), dtype))
+        turned = shaping.permute(x, (1, 0))
+        result = elementwise.add(turned, y) if beside else elementwise.negative(turned)
+        return "nontemporal" in source(result, replace(VECTORS, cache_bytes=1 << 15))
+
+    assert streams(64, 40)
+    assert streams(64, 40, np.int32)
+    assert not streams(64, 24)
+    assert not streams(65, 40)
+    assert not streams(64, 40, beside=True)
+    assert not streams(64, 80, np.int16)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int64])
+def test_streamed_results(dtype: Any) -> None:
+    driver = OpenCLDriver(NATIVE, "opencl-streams")
+    driver.capabilities = replace(driver.capabilities, cache_bytes=1)
+    device = Device.over(driver, Settings(force_kernels=True, compile_ahead=False))
+    for shape in ((264, 24), (72, 2056), (24, 70), (17, 40)):
+        x = values(shape, dtype)
+        np.testing.assert_array_equal((ps.asarray(x, device=device).T + 1).numpy(), x.T + 1)
+    device.close()
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int64])
 def test_nvrtc_takes_it(dtype: Any) -> None:
     x = at(np.ones((64, 50), dtype))

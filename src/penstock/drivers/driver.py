@@ -65,6 +65,7 @@ class Capabilities:
     tf32: bool = False  # the library may round float32 to 10 bits of fraction before it multiplies
     # Its memory is not the host's, and a program may copy to pinned memory and back beside its kernels.
     offloads: bool = False
+    cache_bytes: int = 0  # of a CPU's last-level cache; 0: none, or it is not known
 
     @property
     def compiles(self) -> bool:

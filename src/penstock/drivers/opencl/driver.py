@@ -428,6 +428,7 @@ def opencl_capabilities(device: cl.Device, memory: MemoryKind | None = None) -> 
         max_buffers=_most_buffers(device),
         rounds_quotients=bool(device.single_fp_config & cl.device_fp_config.CORRECTLY_ROUNDED_DIVIDE_SQRT),
         offloads=kind != "cpu" and (memory or best_memory_kind(device)) == "device",
+        cache_bytes=device.global_mem_cache_size if kind == "cpu" else 0,
     )
 
 

@@ -108,6 +108,9 @@ class VectorPrinter(CPrinter):
             value = f"TO_BFLOAT16_{width}({value})"
         elif statement.type.dtype == "bool":
             value = f"__builtin_convertvector({value} & 1, uchar{width})"
+        if statement.streamed:
+            target = f"(GLOBAL {C_TYPES[statement.stored]}{width} *)({statement.buffer} + {index})"
+            return f"__builtin_nontemporal_store({value}, {target});"
         return f"{self._vector(statement.buffer, statement.stored, width, index)} = {value};"
 
     def _reduce(self, statement: ir.BlockReduce) -> list[str]:

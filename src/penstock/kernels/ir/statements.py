@@ -50,6 +50,7 @@ class Store(Statement):
     index: Expr
     aligned: int = 1  # the index is a multiple of it
     width: int = 0  # lanes that a scalar is written to; 0: those of the value
+    streamed: bool = False  # an aligned vector of a CPU that goes to memory past the caches
 
     @property
     def type(self) -> Type:

@@ -44,7 +44,7 @@ def lower(group: Group, capabilities: Capabilities) -> Lowered:
             merges = trial.merges()
             if group.kind.is_map and (lanes == 1 or not word_access):
                 tiled = TiledLoops(group, capabilities, 1 if gpu else lanes, splits, merges)
-                if tiled.finds_use(trial.emitter.loads):
+                if tiled.finds_use(trial):
                     return tiled.build()
             nest = loops(group, capabilities, lanes, splits, merges)
             nest.borders = borders

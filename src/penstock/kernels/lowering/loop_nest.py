@@ -20,6 +20,8 @@ GROUP_THREADS = 256  # of a workgroup on a GPU
 _TASKS = 4  # per compute unit of a CPU, so that none waits long for the last
 _MIN_TASK = 4096  # items; less is not worth a thread of its own
 _KEPT_BYTES = 1 << 15  # of a row, which should stay in a CPU's first-level cache
+_UNROLLED = 4  # vectors of a map with few operations: more of its loads are under way at once
+_MOST_UNROLLED = 8  # statements of the loop's body
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,11 @@ class LoopNest:
         self.gpu = capabilities.vector_width == 1
         self.units = capabilities.compute_units
         self.max_threads = capabilities.max_group_size
+        self.cache_bytes = capabilities.cache_bytes
         self.local_bytes = min(capabilities.local_bytes, _KEPT_BYTES)
         self.lanes = lanes
         self.turns = 1  # of a GPU's thread of a map: items, or vectors of neighbours, that it computes
+        self.streams = False  # whether a CPU writes whole vectors past its caches
         self.borders: Set[tuple[str, int]] = set()  # of variables, which vectors must not cross
         self._splits = splits
         self._lengths: dict[str, int] = {}
@@ -167,8 +171,9 @@ class LoopNest:
         if lanes > 1:
             emitter.lanes, emitter.lane_steps = lanes, {name: 1}
             body()
-            end = stop if exact else stop - (lanes - 1)
-            result.append(ir.loop(name, start, end, emitter.leave(), step=lanes, trips=trips // lanes))
+            end, vectors = stop if exact else stop - (lanes - 1), emitter.leave()
+            unrolled = self._unrolled(vectors)
+            result.append(ir.loop(name, start, end, vectors, lanes, unrolled, trips // lanes))
             if exact:
                 return result
             start, trips = start + (stop - start) // lanes * lanes, trips % lanes
@@ -176,6 +181,12 @@ class LoopNest:
         body()
         result.append(ir.loop(name, start, stop, emitter.leave(), trips=trips))
         return result
+
+    def _unrolled(self, body: Sequence[ir.Statement]) -> int:
+        """The unroll factor of a loop over vectors."""
+        costly = any(node.primitive.costly for node in self.group.nodes)
+        few = self.group.kind.is_map and len(body) <= _MOST_UNROLLED and not costly
+        return _UNROLLED if few else 0
 
     def together(self, names: Sequence[str]) -> list[str]:
         """The last variables whose items together fill vectors: as few as possible; none if they cannot."""
@@ -218,8 +229,9 @@ class LoopNest:
             wide = emitter.widened(value, lanes)
             stored = str(self.group.outputs[number].dtype)
             aligned = emitter.aligned(index) if self.gpu and step == 1 else 1
+            streamed = self.streams and lanes > 1 and emitter.aligned(index) == lanes
             emitter.bodies[max(depth, wide.depth)].append(
-                ir.Store(wide.var, f"out{number}", stored, place, aligned, lanes)
+                ir.Store(wide.var, f"out{number}", stored, place, aligned, lanes, streamed)
             )
             self.note_store(number, index)
 

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from penstock.fusion.costs import CROSSED_AXIS
 from penstock.fusion.index import Index, variable
 from penstock.kernels import ir
-from penstock.kernels.lowering.loop_nest import GROUP_THREADS, Lowered, at_most
+from penstock.kernels.lowering.loop_nest import GROUP_THREADS, LoopNest, Lowered, at_most
 from penstock.kernels.lowering.map_loops import MapLoops
 from penstock.kernels.lowering.values import computed_dtype, merged
 from penstock.kernels.transposing import transposed
 
 _SHORTEST = CROSSED_AXIS  # axis that is worth a tile
-_LINE = 64  # bytes of a result's row in the tile of a CPU: a cache line
-_HEIGHT = 8  # neighbours along an input's row in the tile of a CPU
-_RUN = (
-    512  # the same in all tiles, one after another, of a part of a CPU's task: its rows are read as streams
-)
+_LINES = 128  # bytes of a result's row in the tile of a CPU
+_HEIGHT = 16  # neighbours along an input's row in the tile of a CPU: a cache line of float32
+# The same in all tiles, one after another, of a part of a CPU's task: its rows are read as streams.
+_RUN = 512
+# Both where results go past the caches. With rows of a power of two, few neighbours in each would all go to
+# the same channel of memory.
+_STREAMED_LINES, _STREAMED_RUN = 256, 2048
+_STREAMED_ITEM = 4  # bytes at least: narrower vectors have no such store
+_SHARE_OF_CACHE = 2  # half: a kernel that touches more would leave little of its results there
 _SIDE = 32  # of the tile of a GPU
 _WIDE_SIDE = 64  # the same where there is enough work for workgroups of `_WIDE_THREADS`
 _WIDE_THREADS = 512
 _GROUPS = 8  # such workgroups for each compute unit
 _MOST_COPIES = 3  # inputs whose tiles stay in a CPU's first-level cache
-
-Loads = Mapping[int, set[tuple[int, Index]]]
 
 
 class TiledLoops(MapLoops):
@@ -36,8 +38,10 @@ class TiledLoops(MapLoops):
     of the input, which is along another variable than the results' rows.
     """
 
-    def finds_use(self, loads: Loads) -> bool:
-        """Whether tiles help, given the loads of a trial without tiles."""
+    def finds_use(self, trial: LoopNest) -> bool:
+        """Whether tiles help, given a trial without tiles."""
+        loads = trial.emitter.loads
+        self.streams = not self.gpu and self._is_large() and not any(trial.may_alias())
         names = self.joined(self._names)
         if len(names) < 2 or self._lengths[names[-1]] < _SHORTEST:
             return False
@@ -58,6 +62,13 @@ class TiledLoops(MapLoops):
         wide = wide and self._fitting(ordered, _WIDE_SIDE) == self._copied
         self._side, self._threads = (_WIDE_SIDE, _WIDE_THREADS) if wide else (_SIDE, GROUP_THREADS)
         return bool(self._copied)
+
+    def _is_large(self) -> bool:
+        """Whether what the kernel touches does not stay in the caches of a CPU."""
+        values = (*self.group.inputs, *self.group.outputs)
+        wide = min(node.dtype.itemsize for node in self.group.outputs) >= _STREAMED_ITEM
+        touched = sum(node.nbytes for node in values)
+        return wide and 0 < self.cache_bytes <= _SHARE_OF_CACHE * touched
 
     def _fitting(self, copies: Sequence[tuple[int, Index]], side: int) -> list[tuple[int, Index]]:
         """The copies whose tiles fit into local memory."""
@@ -83,7 +94,8 @@ class TiledLoops(MapLoops):
         """The sizes of tiles, their arrays, and the index of an item in them."""
         emitter = self.emitter
         itemsize = min(node.dtype.itemsize for node in self.group.outputs)
-        self._sides = {self._other: _RUN, self._last: max(8, _LINE // itemsize)}
+        run, line = (_STREAMED_RUN, _STREAMED_LINES) if self.streams else (_RUN, _LINES)
+        self._sides = {self._other: run, self._last: line // itemsize}
         pad = 0
         if self.gpu:
             self._sides = dict.fromkeys((self._other, self._last), self._side)
