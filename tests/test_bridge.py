@@ -451,6 +451,36 @@ def test_numpy_stands_in_for_a_kernel_where_it_takes_less_time(
     assert len(results) == 1
 
 
+@pytest.mark.parametrize("kind", sorted({*DRIVERS} & {"opencl-svm", "host", "host-late"}))
+def test_small_operations_of_numpy_are_written_where_they_stay(kind: str) -> None:
+    """With other values and constants each time, while earlier results are in use, and without a copy."""
+    device = Device.over(DRIVERS[kind](), Settings(compile_ahead=False))
+    index = np.array([2, 0, 2, 1])
+    operations: list[Callable[[Any, Any, Any, float], Any]] = [
+        lambda m, x, y, number: x + y,
+        lambda m, x, y, number: y - x,
+        lambda m, x, y, number: x * x,
+        lambda m, x, y, number: x * number,
+        lambda m, x, y, number: number - x,
+        lambda m, x, y, number: m.concat([x, y, x], axis=1),
+        lambda m, x, y, number: m.take(x, index if m is np else ps.asarray(index, device=device), axis=0),
+    ]
+    results, expected = [], []
+    for turn in range(6):
+        x, y = values(3, 5) + turn, values(3, 5, 1)[..., 0] * turn
+        there = [ps.asarray(array, device=device) for array in (x, y)]
+        for operation in operations:
+            results.append(operation(ps, *there, turn // 2).realize())
+            expected.append(operation(np, x, y, turn // 2))
+    for result, wanted in zip(results, expected, strict=True):
+        np.testing.assert_array_equal(result.numpy(), wanted, strict=True)
+    device.sync()
+    with ps.profile(device=device) as profile:
+        operations[5](ps, *there, 0).realize()
+    assert not profile.copies()
+    device.close()
+
+
 @pytest.fixture
 def few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "_UNARY", ("exp",))

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from penstock.errors import OutOfDeviceMemory
 from penstock.execution.structure import Structure
 from penstock.graph.bounds import BOUNDED, Bound
 from penstock.graph.calls import detached
 from penstock.graph.node import Array, Node, Shape, topological
-from penstock.graph.reference import Evaluator, constant_key, evaluator, universal_function
+from penstock.graph.reference import Evaluator, constant_key, evaluator, into_memory
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 
@@ -63,11 +64,15 @@ class HostProgram:
                 tuple([number[parent] for parent in node.inputs]),
                 [number[parent] for parent in ended.get(node, ())],
                 (node.nbytes, np.dtype(node.dtype), node.shape)
-                if shares and node in wanted and universal_function(node)
+                if shares and node in wanted and into_memory(node)
                 else None,
             )
             for node in self.nodes
         ]
+        *before, last = self._steps
+        alone = last.kind is not None and len(wanted) == 1 and not any(step.given for step in before)
+        # The same as `run` from inputs in the device's own memory; None if the device still uses one of them.
+        self.run_in_place = self._run_alone(last) if alone else self._run_in_place
 
     def _call(self, node: Node, structure: Structure) -> Callable[..., Any]:
         """What computes a node: see `_Step`."""
@@ -78,7 +83,7 @@ class HostProgram:
         if node.primitive.constants:
             numbers = {name: structure.numbers[constant_key(node, name)] for name in node.primitive.constants}
             return lambda *given, out: self._with_constants(node, evaluate, numbers, given)
-        return universal_function(node) or (lambda *given, out: evaluate(given, attributes))
+        return into_memory(node) or (lambda *given, out: evaluate(given, attributes))
 
     @property
     def runner(self) -> RunProgram:
@@ -98,14 +103,45 @@ class HostProgram:
             values = [views.enter_context(self._device.view(buffer, *kind)) for buffer, kind in given]
             return self._computed(values, numbers)
 
-    def run_in_place(self, inputs: Sequence[Buffer], numbers: Sequence[Any]) -> list[Buffer] | None:
-        """The same from inputs in the device's own memory; None if the device still uses one of them."""
-        values = []
-        for buffer, (dtype, shape) in zip(inputs, self._kinds, strict=True):
-            array = self._at_hand(buffer, dtype, shape)
-            if array is None:
+    def _run_alone(self, step: _Step) -> Callable[..., list[Buffer] | None]:
+        """`run_in_place` for a single operation on inputs and constants, with little around it."""
+        layers, stream, general = self._device.layers(), self._stream, self._run_in_place
+        call, given, _, kind = step
+        assert kind is not None
+        nbytes, dtype, shape = kind
+        kinds, constants = self._kinds, len(self._steps) - 1
+        is_ordered = given == (*range(len(kinds) + constants),)
+
+        def run(inputs: Sequence[Buffer], numbers: Sequence[Any]) -> list[Buffer] | None:
+            if stream.recorders or numbers is not self._numbers or len(self._last) < constants:
+                return general(inputs, numbers)
+            values = []
+            for buffer, (own_dtype, own_shape) in zip(inputs, kinds, strict=True):
+                host, usage = buffer.memory.host, buffer.usage
+                if host is None or usage.event is not None or usage.writer or stream.unavailable:
+                    return general(inputs, numbers)
+                values.append(np.ndarray(own_shape, own_dtype, host, buffer.offset))
+            try:
+                result = Buffer(layers.driver, nbytes, layers.source, True)
+            except OutOfDeviceMemory:
+                return general(inputs, numbers)  # which makes room
+            host = result.memory.host
+            if host is None or result.usage.event is not None:
+                return general(inputs, numbers)
+            values += self._last.values()
+            if not is_ordered:
+                values = [values[at] for at in given]
+            _QUIET.copy().run(call, *values, out=np.ndarray(shape, dtype, host))
+            return [result]
+
+        return run
+
+    def _run_in_place(self, inputs: Sequence[Buffer], numbers: Sequence[Any]) -> list[Buffer] | None:
+        """See `run_in_place`."""
+        values = [self._at_hand(buffer, *kind) for buffer, kind in zip(inputs, self._kinds, strict=True)]
+        for value in values:
+            if value is None:
                 return None
-            values.append(array)
         return self._computed(values, numbers)
 
     def _computed(self, values: list[Any], numbers: Sequence[Any]) -> list[Buffer]:

@@ -140,9 +140,10 @@ GATHER = Primitive(
     "gather",
     Kind.GATHER,
     lambda x, index: ((*index.shape, *x.shape[1:]), x.dtype),
-    lambda x, index: np.take(x, index, axis=0, mode="clip"),
+    lambda x, index, out=None: np.take(x, index, axis=0, out=out, mode="clip"),
     lambda g, n: (scatter_add(g, n.inputs[1], n.inputs[0].shape[0]), None),
     weight=1,
+    takes_out=True,
 )
 SCATTER_ADD = Primitive(
     "scatter_add",

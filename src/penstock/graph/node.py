@@ -87,6 +87,7 @@ class Primitive:
     costly: bool = False  # takes many instructions, so fusion avoids computing it twice
     weight: float = 0  # time per item beyond reading and writing it; that of an exponential is 1
     rounding: Rounding | None = None  # None: exact if items are only moved
+    takes_out: bool = False  # the reference may be given memory for its result, as `out`
     as_stored: bool = False  # the reference takes float16 and bfloat16 as they are, not widened to float32
     no_kernel: tuple[DType, ...] = ()  # dtypes for which kernels, which widen them, would give other results
     # (node, capabilities) -> the same value from other primitives; None if the target has a kernel for it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -39,9 +39,11 @@ def evaluator(node: Node) -> Evaluator:
     return evaluate
 
 
-def universal_function(node: Node) -> np.ufunc | None:
-    """The function of NumPy that computes a node's value, into given memory too; None if there is no such."""
+def into_memory(node: Node) -> Callable[..., Array] | None:
+    """A function of inputs that computes a node's value, into `out` if it is given; None if there is none."""
     reference, inputs = node.primitive.reference, [np.dtype(x.dtype) for x in node.inputs]
+    if node.primitive.takes_out:
+        return partial(reference, **node.attributes)
     if not isinstance(reference, np.ufunc) or any(dtype.type in _HALVES for dtype in inputs):
         return None
     return reference if reference.resolve_dtypes((*inputs, None))[-1] == np.dtype(node.dtype) else None

@@ -110,5 +110,10 @@ PAD = Primitive(
     lambda g, n: (slice_(g, n.attributes["slices"]),),
 )
 CONCAT = Primitive(
-    "concat", Kind.MOVE, _concat_shape, lambda *arrays, axis: np.concatenate(arrays, axis), _concat_gradient
+    "concat",
+    Kind.MOVE,
+    _concat_shape,
+    lambda *arrays, axis, out=None: np.concatenate(arrays, axis, out=out),
+    _concat_gradient,
+    takes_out=True,
 )
