@@ -6,12 +6,14 @@ Every call is realised. A ratio is the time of the better peer over Penstock's: 
 "travelled" is the bytes that a call copies between host and device, counted by a profile.
 
 With `--cpu-time`, CPU seconds of all threads are compared instead of time, for machines that others use, too.
-PyTorch then has one thread, because several spin while they wait.
+PyTorch and NumPy then have one thread, because several spin while they wait.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,6 +32,7 @@ F = ps.nn.functional
 
 torch, cupy = installed("torch"), installed("cupy")
 Arrays = dict[str, Any]
+_THREADS = "OPENBLAS_NUM_THREADS"
 
 
 @dataclass(frozen=True)
@@ -436,6 +439,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--save", type=Path)
     options = parser.parse_args()
+    if options.cpu_time and _THREADS not in os.environ:  # which NumPy reads when it is imported
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, _THREADS: "1"})
     device = ps.use(options.device) if options.device else ps.default_device()
     report = Report()
     sides = Sides(device, report, time.process_time if options.cpu_time else time.perf_counter)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from penstock.graph.dtypes import HALF_PRECISION, DType, checked
-from penstock.graph.node import Array, Node, leaf, topological
+from penstock.graph.node import Array, Kind, Node, leaf, topological
 
 Constant = tuple[str, Any]  # the dtype and the bits of a constant
 Evaluator = Callable[[Sequence[Array], dict[str, Any]], Array]
@@ -44,9 +44,19 @@ def into_memory(node: Node) -> Callable[..., Array] | None:
     reference, inputs = node.primitive.reference, [np.dtype(x.dtype) for x in node.inputs]
     if node.primitive.takes_out:
         return partial(reference, **node.attributes)
+    if node.primitive.kind is Kind.VIEW:
+        return partial(_view, partial(reference, **node.attributes))
     if not isinstance(reference, np.ufunc) or any(dtype.type in _HALVES for dtype in inputs):
         return None
     return reference if reference.resolve_dtypes((*inputs, None))[-1] == np.dtype(node.dtype) else None
+
+
+def _view(view: Callable[[Array], Array], x: Array, out: Array | None = None) -> Array:
+    """A view of an array, or its copy in `out`."""
+    if out is None:
+        return view(x)
+    np.copyto(out, view(x))
+    return out
 
 
 def by_parts(parts: Callable[..., Node], *arrays: Array) -> Array:
