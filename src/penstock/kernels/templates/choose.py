@@ -34,7 +34,6 @@ _TEMPLATES = {
     Kind.SCATTER: _Template(scatter, half_precision=True),
     Kind.PAGED_ATTENTION: _Template(paged_attention, half_precision=True),
     Kind.UPDATE: _Template(update, half_precision=True),
-    Kind.PAGED_ATTENTION: _Template(paged_attention, half_precision=True),
 }
 _MOST_ITEMS = 1 << 30  # so that no index overflows an int32, even padded or a step further
 
