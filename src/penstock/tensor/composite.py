@@ -1,4 +1,7 @@
-"""Functions of several operations, recorded once for each kind of arguments and called as subgraphs."""
+"""Functions that are recorded once for each kind of arguments.
+
+Those of several operations are subgraphs, which are called; those of one are nodes like the first.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any, ParamSpec
 from penstock.graph.bounds import BOUNDED
 from penstock.graph.calls import call, subgraph_between
 from penstock.graph.decompose import decompose
+from penstock.graph.elementwise import stop
 from penstock.graph.node import Node, placeholder
 from penstock.runtime import Device
 from penstock.tensor import core
@@ -19,7 +23,7 @@ from penstock.tensor.recording import recorded_once, recording
 P = ParamSpec("P")
 # A node of stand-ins for the tensors, and the inputs of another, from the nodes of all tensors.
 _Known = tuple[Node, Callable[[Sequence[Node]], tuple[Node, ...]]]
-_NEW: Any = object()
+_NEW: Any = object()  # what is known of arguments that are new
 
 
 def composite(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
@@ -63,7 +67,7 @@ def composite(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
             return function(*args, **kwargs)
         example, inputs_of = known
         result = Node(example.primitive, inputs_of(nodes), example.attributes, like=example)
-        return function(*args, **kwargs) if result.tracked else Tensor(result, device)
+        return Tensor(stop(result) if result.tracked else result, device)
 
     return composed
 
