@@ -1,11 +1,12 @@
-"""What a step of tokens takes the host on CUDA, on a machine without a GPU.
+"""What a step of tokens, or an operation, takes the host on CUDA, on a machine without a GPU.
 
     python benchmarks/host_share.py --model gpt2 --batch 1 32
     python benchmarks/host_share.py --model gpt2 --batch 32 --ragged    # prompts of different lengths
+    python benchmarks/host_share.py --operations    # those of eager.py on 8 x 8
 
 The calls of CUDA's driver API are replaced by functions that compute nothing: all commands are done at once,
 and every token is 0. All else is Penstock's own way to an H200. Printed are CPU seconds of the thread that
-generates, the least of several runs, and the calls of CUDA in a step.
+generates or computes, the least of several runs, and the calls of CUDA in a step.
 """
 
 from __future__ import annotations
@@ -107,6 +108,22 @@ def _counted(name: str, function: Callable[..., tuple[Any, ...]]) -> Callable[..
     return call
 
 
+def operations() -> None:
+    """Print what each operation of `eager.py` takes on 8 x 8."""
+    import penstock as ps
+    from eager import OPERATIONS, arrays
+
+    given = {name: ps.asarray(array) for name, array in arrays(8).items()}
+    for operation in OPERATIONS:
+        times = []
+        for _ in range(300):
+            begun = time.thread_time()
+            for _ in range(100):  # as many as are submitted together
+                operation.ours(given).realize()
+            times.append((time.thread_time() - begun) / 100)
+        print(f"{operation.name}: {min(times) * 1e6:.2f} µs")
+
+
 def main() -> None:
     simulate()
     import penstock as ps
@@ -118,8 +135,12 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=600)
     parser.add_argument("--ragged", action="store_true", help="prompts of up to 16 tokens less")
+    parser.add_argument("--operations", action="store_true", help="operations in place of a model")
     chosen = parser.parse_args()
     ps.use("cuda:0")
+    if chosen.operations:
+        operations()
+        return
     model = ps.models.build(SHAPES[chosen.model]).to("bfloat16")
     for batch in chosen.batch:
         prompts = [[1] * (chosen.prompt - (at % 16 if chosen.ragged else 0)) for at in range(batch)]

@@ -212,6 +212,13 @@ def checks(*tensors: ps.Tensor) -> list[Any]:
     return unchecked(topological([tensor._node for tensor in tensors]))
 
 
+def test_the_index_of_a_function_that_is_called_is_not_looked_at(on: Device) -> None:
+    x = table(on)
+    largest = ps.reshape(x, -1)[ps.argmax(x)]
+    assert not checks(largest)
+    assert largest.item() == x.numpy().max()
+
+
 @pytest.mark.slow("int16", "uint16")
 @pytest.mark.parametrize("dtype", [name for name in INTEGERS if "8" not in name])
 def test_what_is_not_looked_at_is_found(on: Device, dtype: str, kernels_only: None) -> None:

@@ -30,20 +30,25 @@ FAULTS: dict[str, Callable[[], PenstockError]] = {
 @contextmanager
 def every(n: int, verb: str, driver: Driver) -> Iterator[None]:
     """Let every n-th call of `verb` fail."""
-    real, calls = getattr(driver, verb), 0
+    calls = 0
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls % n == 0:
-            raise FAULTS.get(verb, lambda: DeviceError("injected"))()
-        return real(*args, **kwargs)
+    def failing(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls % n == 0:
+                raise FAULTS.get(verb, lambda: DeviceError("injected"))()
+            return real(*args, **kwargs)
 
-    setattr(driver, verb, call)
+        return call
+
+    name = "launcher" if verb == "launch" else verb
+    real = getattr(driver, name)
+    setattr(driver, name, (lambda *kernel: failing(real(*kernel))) if verb == "launch" else failing(real))
     try:
         yield
     finally:
-        delattr(driver, verb)
+        delattr(driver, name)
 
 
 class Workload:
@@ -204,11 +209,11 @@ def launch_and_fail(device: Device, kernel: Kernel, out: Any) -> None:
         event.error = "the kernel's own trouble"
         return event
 
-    driver.launch = launch  # type: ignore[method-assign]
+    driver.launcher = lambda *_: launch  # type: ignore[method-assign]
     try:
         device.stream.launch(kernel, (1,), (1,), (out, 1, 1))
     finally:
-        del driver.launch
+        del driver.launcher
 
 
 @pytest.fixture(params=DRIVERS)

@@ -19,7 +19,17 @@ OPERATIONS: dict[str, Callable[[ps.Tensor], ps.Tensor]] = {
     "product": lambda x: x @ x,
     "sum": lambda x: ps.sum(x, axis=1),
 }
-MOST_CALLS = 15  # of Python functions after an operation was recorded; each takes about 0.1 µs
+FUNCTIONS: dict[str, Callable[[ps.Tensor], ps.Tensor]] = {
+    "sum": lambda x: ps.sum(x, axis=1),
+    "max": lambda x: ps.max(x, axis=1),
+    "variance": lambda x: ps.var(x, axis=1),
+    "softmax": lambda x: ps.nn.functional.softmax(x, axis=1),
+    "layer norm": lambda x: ps.nn.functional.layer_norm(x, (8,)),
+    "concat": lambda x: ps.concat([x, x]),
+}
+# Of Python functions, to record a function and after that; each takes about 0.1 µs.
+MOST_TO_RECORD = 8
+MOST_CALLS = 14
 
 
 class Counted:
@@ -27,17 +37,22 @@ class Counted:
 
     def __init__(self, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launches = self.calls = 0
-        self._launch, self._launching = device.driver.launch, False
+        self._launcher, self._launching = device.driver.launcher, False
         self._package = os.path.dirname(ps.__file__)
-        monkeypatch.setattr(device.driver, "launch", self._launched)
+        monkeypatch.setattr(device.driver, "launcher", self._counting)
 
-    def _launched(self, *args: Any) -> Any:
-        self.launches += 1
-        self._launching = True
-        try:
-            return self._launch(*args)
-        finally:
-            self._launching = False
+    def _counting(self, *kernel: Any) -> Any:
+        launch = self._launcher(*kernel)
+
+        def launched(*args: Any) -> Any:
+            self.launches += 1
+            self._launching = True
+            try:
+                return launch(*args)
+            finally:
+                self._launching = False
+
+        return launched
 
     def of(self, work: Callable[[], object]) -> int:
         """The calls of `work`."""
@@ -60,9 +75,10 @@ def test_an_operation_that_is_known_is_a_launch_and_a_buffer(
 ) -> None:
     operation = OPERATIONS[name]
     x = ps.asarray(np.linspace(1, 2, 64, dtype=np.float32).reshape(8, 8), device=device)
+    counted = Counted(device, monkeypatch)
     for _ in range(12):
         operation(x).realize()
-    counted = Counted(device, monkeypatch)
+    counted.launches = 0
     before = device.pool.stats()
     operation(x).realize()
     after = device.pool.stats()
@@ -72,3 +88,14 @@ def test_an_operation_that_is_known_is_a_launch_and_a_buffer(
     recorded = counted.of(lambda: operation(x))
     # The least, as now and then a batch of commands is submitted.
     assert min(counted.of(lambda: operation(x).realize()) for _ in range(5)) - recorded <= MOST_CALLS
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_that_is_known_is_a_node(
+    device: Device, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = FUNCTIONS[name]
+    x = ps.asarray(np.linspace(1, 2, 64, dtype=np.float32).reshape(8, 8), device=device)
+    function(x)
+    counted = Counted(device, monkeypatch)
+    assert counted.of(lambda: function(x)) <= MOST_TO_RECORD

@@ -8,6 +8,7 @@ docs/tensors.md.
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -32,6 +33,7 @@ from penstock.tensor import (
     two_ways,
 )
 from penstock.tensor.arguments import of_tensor
+from penstock.tensor.composite import composite
 from penstock.tensor.core import Tensor, install
 from penstock.tensor.creation import Where
 from penstock.tensor.spelling import differentiable, in_place, loose, loose_sizes, spelled
@@ -42,22 +44,28 @@ METHODS: dict[str, Function] = {}
 LOOSE: set[str] = set()  # methods whose sizes may be separate arguments
 
 
-def _functions(rows: Iterable[tuple[str, Function]]) -> None:
+@functools.cache
+def _recorded_once(function: Function) -> Function:
+    """`spelled`, for a function whose nodes depend on shapes, dtypes and the other arguments only."""
+    return composite(spelled(function))
+
+
+def _functions(rows: Iterable[tuple[str, Function]], taken: Callable[[Function], Function] = spelled) -> None:
     for names, function in rows:
         for name in names.split():
-            FUNCTIONS[name] = spelled(function)
+            FUNCTIONS[name] = taken(function)
 
 
-def _methods(rows: Iterable[tuple[str, Function]]) -> None:
+def _methods(rows: Iterable[tuple[str, Function]], taken: Callable[[Function], Function] = spelled) -> None:
     for names, function in rows:
         for name in names.split():
-            METHODS[name] = spelled(function)
+            METHODS[name] = taken(function)
 
 
-def _both(rows: Iterable[tuple[str, Function]]) -> None:
+def _both(rows: Iterable[tuple[str, Function]], taken: Callable[[Function], Function] = spelled) -> None:
     rows = list(rows)
-    _functions(rows)
-    _methods(rows)
+    _functions(rows, taken)
+    _methods(rows, taken)
 
 
 def _with_truth(function: Function) -> Function:
@@ -202,46 +210,42 @@ _both(
         ("argmax", reduction.argmax),
         ("argmin", reduction.argmin),
         ("argsort", searching.argsort),
-        ("bincount", selecting.bincount),
         ("count_nonzero", reduction.count_nonzero),
-        ("cummax", ordering.cummax),
-        ("cummin", ordering.cummin),
         ("cumprod cumulative_prod", reduction.cumulative_prod),
         ("cumsum cumulative_sum", reduction.cumulative_sum),
         ("diff", reduction.diff),
-        ("histogram", ordering.histogram),
-        ("kthvalue", ordering.kthvalue),
         ("log_softmax", log_softmax),
         ("logcumsumexp", ordering.logcumsumexp),
         ("logsumexp", ordering.logsumexp),
         ("max", two_ways.max),
         ("mean", reduction.mean),
-        ("median", ordering.median),
         ("min", two_ways.min),
-        ("norm", linalg.torch_norm),
         ("prod", reduction.prod),
-        ("quantile", ordering.quantile),
         ("softmax", softmax),
         ("sum", reduction.sum),
+    ],
+    _recorded_once,
+)
+_both(
+    [
+        ("bincount", selecting.bincount),
+        ("cummax", ordering.cummax),
+        ("cummin", ordering.cummin),
+        ("histogram", ordering.histogram),
+        ("kthvalue", ordering.kthvalue),
+        ("median", ordering.median),
+        ("norm", linalg.torch_norm),
+        ("quantile", ordering.quantile),
         ("topk", ordering.topk),
         ("unique", ordering.unique),
     ]
 )
-_functions(
-    [
-        ("nonzero", two_ways.nonzero),
-        ("sort", two_ways.sort),
-        ("std", two_ways.std),
-        ("var", two_ways.var),
-    ]
-)
+_functions([("nonzero", two_ways.nonzero)])
+_functions([("sort", two_ways.sort), ("std", two_ways.std), ("var", two_ways.var)], _recorded_once)
+_methods([("nonzero", ordering.nonzero_places)])
 _methods(
-    [
-        ("nonzero", ordering.nonzero_places),
-        ("sort", two_ways.sort_method),
-        ("std", two_ways.std_method),
-        ("var", two_ways.var_method),
-    ]
+    [("sort", two_ways.sort_method), ("std", two_ways.std_method), ("var", two_ways.var_method)],
+    _recorded_once,
 )
 
 # Shapes, items and products

@@ -30,7 +30,7 @@ from penstock.stream.hostview import HostView
 from penstock.stream.stream import Stream
 from penstock.stream.watching import Watched
 
-_MOST_SUBGRAPHS = 512
+_MOST_SUBGRAPHS = 1024
 _MUCH_IDLE = 64 << 20  # bytes that are worth a wait to give back
 
 T = TypeVar("T")

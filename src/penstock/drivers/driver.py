@@ -27,6 +27,7 @@ Queue = Any  # a driver's own object
 Event = Any  # a driver's own object
 Waits = list[Event] | None  # events that a command waits for, besides the commands before it on its queue
 Args = Sequence[Any]  # native arguments of a kernel
+Launcher = Callable[[Queue, Args, Waits], Event]
 # Text in the driver's language, or functions by name: of arrays on the host, library launches on CUDA.
 Source = str | Mapping[str, Callable[..., None]]
 
@@ -288,6 +289,10 @@ class Driver(ABC):
         events: list[Event] = []
         self.replay(queue, (self.bind(kernel, grid, group, args),), waits, events)
         return events[0]
+
+    def launcher(self, kernel: Kernel, grid: Grid, group: Grid) -> Launcher:
+        """What does the same with any arguments, again and again."""
+        return lambda queue, args, waits: self.launch(queue, kernel, grid, group, args, waits)
 
     @abstractmethod
     def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Args) -> Any:

@@ -50,10 +50,10 @@ def direct_run(launch: DirectLaunch, schedule: Schedule, device: Device) -> RunP
             result = Buffer(driver, nbytes, layers.source)
         except OutOfDeviceMemory:
             result = device.empty(nbytes)  # which makes room
-        taken = touched((None, *inputs, result))
+        taken = touched([None, *inputs, result])
         native = [*map(_native, taken), *scalars]
-        if constants:
-            native += [numbers[constant] for constant in constants]
+        for constant in constants:
+            native += (numbers[constant],)
         record(native, taken)
         if is_shared:
             result.shared = True

@@ -11,7 +11,7 @@ from penstock.errors import OutOfDeviceMemory
 from penstock.execution.host_program import HostProgram, names
 from penstock.execution.hosting import send
 from penstock.execution.sharing import shared, source
-from penstock.execution.single import Single, is_all_of, single
+from penstock.execution.single import is_all_of, single
 from penstock.execution.structure import MIN_ITEMS, Structure
 from penstock.graph.node import Node, topological
 from penstock.graph.reference import constant_values
@@ -71,10 +71,9 @@ def realize(
             pending = [reference() for reference in list(updated.values())]  # other threads may add some
             nodes = [*nodes, *(node for node in pending if node is not None)]
             repeated = True
-        alone: Single | None = None
-        wanted = nodes
+        wanted, alone = nodes, None
         if len(nodes) == 1:
-            (node,) = nodes
+            node = nodes[0]
             if node.value is not None or shared(node, device):
                 return
             alone = single(node) if device.runs_programs else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from penstock.graph.node import Node, Shape
 from penstock.graph.shaping import RESHAPE, SLICE
@@ -27,15 +28,15 @@ def shared(node: Node, device: Device) -> bool:
         elif not source.primitive.is_identity and source.primitive is not RESHAPE:
             return False
         source = source.inputs[0]
-    buffer = source.value
-    if node.size == source.size:
+    buffer, size = source.value, prod(node.shape)
+    if size == prod(source.shape):
         buffer.shared = True
         node.set_value(buffer)
         return True
-    offset, nbytes = start * node.dtype.itemsize, node.nbytes
-    if not nbytes or not _may_be_part(buffer, offset, device):
+    offset = start * node.dtype.itemsize
+    if not size or not _may_be_part(buffer, offset, device):
         return False
-    node.set_value(buffer.view(offset, nbytes))
+    node.set_value(buffer.view(offset, size * node.dtype.itemsize))
     return True
 
 

@@ -23,18 +23,25 @@ Single: TypeAlias = tuple[Hashable, list[Buffer], Sequence[Node], Collection[Con
 
 def single(node: Node) -> Single | None:
     """A pending node that is a few operations on values and numbers; None if it is anything else."""
-    alone = _called(node) if node.primitive is CALL else _operation(node)
-    if alone is not None:
-        return alone
-    if node.depth > _MOST_DEPTH or node.primitive.is_identity:
-        return None
-    key: list[Any] = []
-    values: list[Buffer] = []
-    nodes: list[Node] = []
-    constants: dict[Constant, int] = {}
-    if not _describe(node, key, values, nodes, constants):
-        return None
-    return tuple(key), values, nodes, constants
+    primitive, parents = node.primitive, node.inputs
+    if primitive is CALL:
+        return _called(node) or _expression(node)
+    if primitive.constants or primitive.is_identity or not 0 < len(parents) < 3:
+        return _expression(node)
+    # An operation on a computed value, and perhaps another or a number.
+    x, y = parents[0], parents[-1]
+    if x.value is None:
+        return _expression(node)
+    operation = (primitive, *node.attributes.values()) if node.attributes else primitive
+    if x is y:
+        used = "once" if len(parents) == 1 else "twice"
+        return (operation, x.shape, x.dtype.name, used), [x.value], (x,), ()
+    if y.value is not None:
+        return (operation, x.shape, x.dtype.name, y.shape, y.dtype.name), [x.value, y.value], parents, ()
+    if y.primitive is not FULL:
+        return _expression(node)
+    number = constant_key(y, "number")
+    return (operation, x.shape, x.dtype.name, FULL, y.shape, y.dtype.name), [x.value], (x,), (number,)
 
 
 def _called(node: Node) -> Single | None:
@@ -46,25 +53,17 @@ def _called(node: Node) -> Single | None:
     return subgraph, values, parents, subgraph.constants
 
 
-def _operation(node: Node) -> Single | None:
-    """The same for an operation on a computed value, and perhaps another or a number."""
-    primitive, parents = node.primitive, node.inputs
-    if not 0 < len(parents) < 3 or primitive.is_identity or primitive.constants:
+def _expression(node: Node) -> Single | None:
+    """The same for several operations."""
+    if node.depth > _MOST_DEPTH or node.primitive.is_identity:
         return None
-    x, y = parents[0], parents[-1]
-    if x.value is None:
+    key: list[Any] = []
+    values: list[Buffer] = []
+    nodes: list[Node] = []
+    constants: dict[Constant, int] = {}
+    if not _describe(node, key, values, nodes, constants):
         return None
-    operation = (primitive, *node.attributes.values()) if node.attributes else primitive
-    if len(parents) == 1:
-        return (operation, x.shape, x.dtype.name), [x.value], parents, ()
-    if x is y:
-        return (operation, x.shape, x.dtype.name, "twice"), [x.value], (x,), ()
-    if y.value is not None:
-        return (operation, x.shape, x.dtype.name, y.shape, y.dtype.name), [x.value, y.value], parents, ()
-    if y.primitive is not FULL:
-        return None
-    number = constant_key(y, "number")
-    return (operation, x.shape, x.dtype.name, FULL, y.shape, y.dtype.name), [x.value], (x,), (number,)
+    return tuple(key), values, nodes, constants
 
 
 def is_all_of(single: Single, structure: Structure) -> bool:

@@ -111,6 +111,8 @@ def known_range(index: Node, spans: bool = True) -> tuple[int, int] | None:
     if primitive is SEQUENCE:
         ends = given["start"], given["start"] + given["step"] * max(given["count"] - 1, 0)
         return _fitting(index, min(ends), max(ends))
+    if primitive.kind is Kind.CALL and "subgraph" in given and len(given["subgraph"].outputs) == 1:
+        return known_range(given["subgraph"].outputs[0], spans=False)
     if primitive is ARGSORT:
         return 0, max(index.shape[given["axis"]] - 1, 0)
     if primitive.name in _CLAMPING and index.dtype.kind in "iu" and index.inputs:

@@ -34,7 +34,9 @@ class DType:
     __numpy_dtype__ = dtype  # where NumPy 2.4 looks first
 
     def __eq__(self, other: object) -> bool:
-        if self is other or other is self.numpy.type:
+        if isinstance(other, DType):
+            return self is other
+        if other is self.numpy.type:
             return True
         return bool(other == self.numpy) if isinstance(other, np.dtype) else NotImplemented
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from penstock.graph.dtypes import HALF_PRECISION, bool_, complex64, float32, float64
-from penstock.graph.node import Array, DType, Kind, Node, Primitive, Rounding, Shape, Vjp, same
+from penstock.graph.node import Array, DType, Kind, Node, Primitive, Rounding, Shape, Vjp
 from penstock.graph.reference import by_parts
 
 Apply = Callable[..., Node]
@@ -19,10 +19,6 @@ _EXACT, _PRODUCT, _SUM = Rounding.EXACT, Rounding.PRODUCT, Rounding.SUM
 # Traits of primitives that take several instructions, or longer than reading an item from memory.
 _QUOTIENT: dict[str, Any] = {"costly": True, "rounding": Rounding.QUOTIENT}
 _SLOW: dict[str, Any] = {"costly": True, "weight": 1}
-
-
-def _predicate(*inputs: Node) -> tuple[Shape, DType]:
-    return same(*inputs)[0], BOOL
 
 
 def _real(x: Node) -> tuple[Shape, DType]:
@@ -41,7 +37,7 @@ def _row(
     name: str,
     reference: Callable[..., Array],
     vjp: Vjp | None = None,
-    shape_rule: Any = same,
+    shape_rule: Any = None,
     rounding: Rounding = Rounding.VARIES,
     **traits: Any,
 ) -> Callable[..., Node]:
@@ -201,10 +197,10 @@ erf: Apply = _row(
 )
 logical_not: Apply = _row("logical_not", np.logical_not)
 bitwise_invert: Apply = _row("bitwise_invert", np.invert)
-isnan: Apply = _row("isnan", np.isnan, shape_rule=_predicate)
-isinf: Apply = _row("isinf", np.isinf, shape_rule=_predicate)
-isfinite: Apply = _row("isfinite", np.isfinite, shape_rule=_predicate)
-signbit: Apply = _row("signbit", np.signbit, shape_rule=_predicate)
+isnan: Apply = _row("isnan", np.isnan, result=BOOL)
+isinf: Apply = _row("isinf", np.isinf, result=BOOL)
+isfinite: Apply = _row("isfinite", np.isfinite, result=BOOL)
+signbit: Apply = _row("signbit", np.signbit, result=BOOL)
 conj: Apply = _row("conj", np.conj, rounding=_EXACT)
 real: Apply = _row("real", np.real, shape_rule=_real, rounding=_EXACT)
 imag: Apply = _row("imag", np.imag, shape_rule=_real, rounding=_EXACT)
@@ -291,12 +287,12 @@ logaddexp: Apply = _row(
 )
 maximum: Apply = _row("maximum", np.maximum, lambda g, n: _extreme_gradient(g, n), rounding=_EXACT)
 minimum: Apply = _row("minimum", np.minimum, lambda g, n: _extreme_gradient(g, n), rounding=_EXACT)
-equal: Apply = _row("equal", np.equal, shape_rule=_predicate)
-not_equal: Apply = _row("not_equal", np.not_equal, shape_rule=_predicate)
-less: Apply = _row("less", np.less, shape_rule=_predicate)
-less_equal: Apply = _row("less_equal", np.less_equal, shape_rule=_predicate)
-greater: Apply = _row("greater", np.greater, shape_rule=_predicate)
-greater_equal: Apply = _row("greater_equal", np.greater_equal, shape_rule=_predicate)
+equal: Apply = _row("equal", np.equal, result=BOOL)
+not_equal: Apply = _row("not_equal", np.not_equal, result=BOOL)
+less: Apply = _row("less", np.less, result=BOOL)
+less_equal: Apply = _row("less_equal", np.less_equal, result=BOOL)
+greater: Apply = _row("greater", np.greater, result=BOOL)
+greater_equal: Apply = _row("greater_equal", np.greater_equal, result=BOOL)
 logical_and: Apply = _row("logical_and", np.logical_and)
 logical_or: Apply = _row("logical_or", np.logical_or)
 logical_xor: Apply = _row("logical_xor", np.logical_xor)
@@ -310,8 +306,9 @@ bitwise_right_shift: Apply = _row("bitwise_right_shift", np.right_shift)
 
 
 def _where_shape(condition: Node, x: Node, y: Node) -> tuple[Shape, DType]:
-    assert condition.shape == x.shape
-    return same(x, y)
+    assert condition.shape == x.shape == y.shape
+    assert x.dtype is y.dtype or x.dtype == y.dtype
+    return x.shape, x.dtype
 
 
 where: Apply = _row(

@@ -75,11 +75,13 @@ class Primitive:
 
     name: str  # dialects look up the expression of an elementwise primitive by it
     kind: Kind
-    shape_rule: ShapeRule  # (inputs, **attributes) -> shape and dtype of the result
+    # (inputs, **attributes) -> shape and dtype of the result; None: those of all inputs, which agree
+    shape_rule: ShapeRule | None
     reference: Callable[..., Array]  # (arrays, **attributes) -> the result by NumPy, the oracle of every test
     vjp: Vjp | None = None  # (gradient of the result, node) -> gradient of each input
     stop_gradient: bool = False  # no gradient passes, so its inputs need not be kept
     is_identity: bool = False  # the value is that of the first input
+    result: DType | None = None  # without a shape rule: the dtype of the result, if it is another
     same_bytes: bool = False  # a view of all items of the first input in the same order
     constants: tuple[str, ...] = ()  # attributes that are scalar arguments of kernels, not part of their text
     dtypes: Mapping[str, DType] = field(default_factory=dict)  # of constants whose dtype is not the node's
@@ -161,13 +163,25 @@ class Node:
     )
 
     def __init__(
-        self, primitive: Primitive, inputs: tuple[Node, ...], attributes: dict[str, Any], value: Any = None
+        self,
+        primitive: Primitive,
+        inputs: tuple[Node, ...],
+        attributes: dict[str, Any],
+        value: Any = None,
+        like: Node | None = None,
     ) -> None:
+        """`like`: a node of the same operation on computed inputs of the same shapes and dtypes."""
         self.primitive = primitive
         self.inputs = inputs
         self.attributes = attributes
-        rule = primitive.shape_rule
-        shape, dtype = rule(*inputs, **attributes) if attributes else rule(*inputs)
+        rule, first = primitive.shape_rule, None
+        if like is not None:
+            shape, dtype = like.shape, like.dtype
+        elif rule is None:
+            first = inputs[0]
+            shape, dtype = first.shape, primitive.result or first.dtype
+        else:
+            shape, dtype = rule(*inputs, **attributes) if attributes else rule(*inputs)
         self.shape: Shape = shape
         self.dtype: DType = dtype
         self.value = value  # the result, once it is computed
@@ -176,6 +190,10 @@ class Node:
         self.holder: Any = None  # a weak reference to the tensor that was made of it, if a gradient passes
         tracked, depth, pending = False, 0, 0
         for node in inputs:
+            if first is not None and node is not first:
+                agree = node.dtype is first.dtype or node.dtype == first.dtype
+                if not agree or node.shape != shape:
+                    raise AssertionError(f"inputs differ: {first!r}, {node!r}")
             if node.tracked:
                 tracked = True
             if node.value is None:
@@ -185,7 +203,7 @@ class Node:
                     pending = node.pending_bytes
         self.tracked: bool = tracked and not primitive.stop_gradient  # a gradient may pass
         # The number and the bytes of pending nodes along the longest path that ends here.
-        self.depth: int = 1 + depth
+        self.depth: int = depth + (1 if like is None else like.depth)
         self.pending_bytes: int = pending + prod(shape) * dtype.itemsize
 
     def set_value(self, value: Any) -> None:
@@ -298,7 +316,7 @@ def placeholder(shape: Shape, dtype: DType) -> Node:
 
 
 def same(*inputs: Node, **_: Any) -> tuple[Shape, DType]:
-    """The shape rule of elementwise primitives: all inputs and the result have the same shape and dtype."""
+    """A shape rule: all inputs and the result have the same shape and dtype."""
     first = inputs[0]
     for other in inputs[1:]:
         agree = other.dtype is first.dtype or other.dtype == first.dtype

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.graph.dtypes import HALF_PRECISION, DType, checked
+from penstock.graph.dtypes import HALF_PRECISION, checked
 from penstock.graph.node import Array, Kind, Node, leaf, topological
 
 Constant = tuple[str, Any]  # the dtype and the bits of a constant
@@ -72,7 +72,7 @@ def by_parts(parts: Callable[..., Node], *arrays: Array) -> Array:
 
 def constant_key(node: Node, name: str) -> Constant:
     """A constant by its dtype and bits, so that 0 and -0 or 1 and True differ."""
-    dtype, value = node.primitive.dtypes.get(name, node.dtype), node.attributes[name]
+    dtype, value = node.primitive.dtypes.get(name, node.dtype).name, node.attributes[name]
     if type(value) is complex:
         return _constant.__wrapped__(dtype, value)
     # 0 and -0 are equal in Python, and so they are in the cache.
@@ -80,10 +80,10 @@ def constant_key(node: Node, name: str) -> Constant:
 
 
 @lru_cache(1 << 12, typed=True)
-def _constant(dtype: DType, value: Any, sign: float = 1.0) -> Constant:
+def _constant(dtype: str, value: Any, sign: float = 1.0) -> Constant:
     """`sign` distinguishes 0 from -0."""
     with np.errstate(over="ignore"):  # a value that is too large for the dtype becomes infinity
-        return str(dtype), np.asarray(value).astype(dtype).tobytes()
+        return dtype, np.asarray(value).astype(checked(dtype)).tobytes()
 
 
 @lru_cache(1 << 12)

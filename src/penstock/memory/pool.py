@@ -185,11 +185,13 @@ class BufferPool:
         """Set `owner.memory`. If the owner's finaliser releases it, no interrupt can lose it."""
         with self._lock:
             returned = self._returned
-            if len(returned) == 1 and returned[0].asked == nbytes and self._usable(returned[0], unused):
-                owner.memory = returned[0]  # the block that was just released has the requested size
-                del returned[0]
-                self._hits += 1
-                return
+            if len(returned) == 1:
+                last = returned[0]
+                if last.asked == nbytes and self._usable(last, unused):
+                    owner.memory = last  # the block that was just released has the requested size
+                    del returned[0]
+                    self._hits += 1
+                    return
             if returned or self._leaving:
                 self._collect()
             idle = self._idle.get(size_class(nbytes))

@@ -70,7 +70,7 @@ class Stream:
     def launcher(self, command: Launch) -> Callable[[Sequence[Any], Sequence[Buffer]], None]:
         """What records a launch, any number of times, with native arguments and all buffers among them."""
         kernel, grid, group, _ = command
-        driver, queue = self._driver, self.compute
+        launch, queue = self._driver.launcher(kernel, grid, group), self.compute
 
         def record(native: Sequence[Any], buffers: Sequence[Buffer]) -> None:
             with self.lock:  # not acquire() and try: an interrupt between these would leave it locked
@@ -80,7 +80,7 @@ class Stream:
                 try:
                     try:
                         # The native queue is another one once commands were timed.
-                        event = driver.launch(queue.native, kernel, grid, group, native, waits)
+                        event = launch(queue.native, native, waits)
                     except DeviceError as error:
                         raise DeviceError(error.reason, describe(command)) from None
                     queue.record(event, command, buffers)

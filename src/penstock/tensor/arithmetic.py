@@ -299,13 +299,13 @@ subtract = _binary("subtract", elementwise.subtract, _NUMBER, "The difference.")
 
 def where(condition: Any, x1: Any, x2: Any, /) -> Tensor:
     """Items of `x1` where the condition is true, of `x2` elsewhere."""
-    if isinstance(condition, Tensor) and condition.dtype.kind == _BOOL:
-        quick = plain(x1, x2)
+    quick = plain(x1, x2)
+    if quick is not None and isinstance(condition, Tensor):
+        first, second, at, gradient = quick
         chosen = condition._actual_node
-        if quick is not None and not quick[3] and chosen.shape == quick[0].shape:
-            first, second, at, _ = quick
-            if condition.device is at:
-                return Tensor(elementwise.where(chosen, first, second), at)
+        fits = chosen.dtype is dtypes.bool_ and chosen.shape == first.shape
+        if fits and condition.device is at and not gradient:
+            return Tensor(elementwise.where(chosen, first, second), at)
     device = device_of("where", condition, x1, x2)
     mask, x1, x2 = (operand(value, device, "where") for value in (condition, x1, x2))
     if isinstance(mask, bool):

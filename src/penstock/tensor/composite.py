@@ -1,13 +1,18 @@
-"""Functions of several operations, recorded once for each kind of arguments and called as subgraphs."""
+"""Functions that are recorded once for each kind of arguments.
+
+Those of several operations are subgraphs, which are called; those of one are nodes like the first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import wraps
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial, wraps
 from typing import Any, ParamSpec
 
-from penstock.graph.calls import Subgraph, call, subgraph_between
+from penstock.graph.bounds import BOUNDED
+from penstock.graph.calls import call, subgraph_between
 from penstock.graph.decompose import decompose
+from penstock.graph.elementwise import stop
 from penstock.graph.node import Node, placeholder
 from penstock.runtime import Device
 from penstock.tensor import core
@@ -16,7 +21,9 @@ from penstock.tensor.core import Tensor
 from penstock.tensor.recording import recorded_once, recording
 
 P = ParamSpec("P")
-_Known = tuple[Subgraph, list[int]]  # and the positions of its inputs among the tensors
+# A node of stand-ins for the tensors, and the inputs of another, from the nodes of all tensors.
+_Known = tuple[Node, Callable[[Sequence[Node]], tuple[Node, ...]]]
+_NEW: Any = object()  # what is known of arguments that are new
 
 
 def composite(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
@@ -49,12 +56,18 @@ def composite(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
                 key += (type(arg), repr(arg) if type(arg) is float else arg)  # by repr, since 0.0 == -0.0
         if device is None:
             return function(*args, **kwargs)
-        known = recorded_once(device, tuple(key), lambda: _recorded(function, args, kwargs, device), True)
+        kind = tuple(key)
+        try:
+            known = device.subgraphs.get(kind, _NEW)
+        except TypeError:  # an argument is not hashable
+            return function(*args, **kwargs)
+        if known is _NEW:
+            known = recorded_once(device, kind, partial(_recorded, function, args, kwargs, device), True)
         if known is None:
             return function(*args, **kwargs)
-        subgraph, taken = known
-        (result,) = call(subgraph, [nodes[position] for position in taken])
-        return Tensor(result, device)
+        example, inputs_of = known
+        result = Node(example.primitive, inputs_of(nodes), example.attributes, like=example)
+        return Tensor(stop(result) if result.tracked else result, device)
 
     return composed
 
@@ -72,5 +85,16 @@ def _recorded(
 
     given = [stand_in(arg) for arg in args]  # positional first: the order in which `composed` passes nodes
     result = function(*given, **{name: stand_in(arg) for name, arg in kwargs.items()})
-    made = subgraph_between(dict.fromkeys(leaves), decompose([result._node], device.capabilities))
-    return None if made is None else (made[0], [leaves.index(leaf) for leaf in made[1]])
+    if not isinstance(result, Tensor):
+        return None
+    node = result._node
+    is_single = node.inputs and {*node.inputs} <= {*leaves} and not node.primitive.transient
+    if not is_single or node.primitive is BOUNDED:
+        made = subgraph_between(dict.fromkeys(leaves), decompose([node], device.capabilities))
+        if made is None:
+            return None
+        (node,) = call(made[0], made[1])
+    if node.inputs == tuple(leaves):
+        return node, tuple
+    places = [leaves.index(leaf) for leaf in node.inputs]
+    return node, lambda nodes: tuple([nodes[place] for place in places])

@@ -14,6 +14,7 @@ from penstock.graph.node import DType
 from penstock.tensor import dtypes
 from penstock.tensor.arguments import integers, of_tensor, shape_of
 from penstock.tensor.broadcasting import axes_of, broadcast, common_shape
+from penstock.tensor.composite import composite
 from penstock.tensor.core import Tensor, install, record
 from penstock.tensor.creation import Where, arange
 from penstock.tensor.indexing import along, get
@@ -180,6 +181,11 @@ def concat(arrays: Sequence[Array], /, axis: int | None = 0) -> Tensor:
     arrays = as_tensors("concat", *arrays)
     if axis is None:
         return concat([reshape(array, -1) for array in arrays], axis=0)
+    return _concat(axis, *arrays)
+
+
+@composite
+def _concat(axis: int, *arrays: Tensor) -> Tensor:
     (position,) = axes_of(arrays[0], axis, "concat")
     nodes = [array._node for array in arrays]
     first = nodes[0].shape

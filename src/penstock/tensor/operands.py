@@ -51,11 +51,15 @@ def operands(*values: Any, name: str) -> list[Tensor]:
 
 def as_tensors(name: str, *values: Any) -> list[Tensor]:
     """Tensors and NumPy arrays, at least one of them a tensor, as tensors on its device."""
-    device = device_of(name, *values)
+    tensors: list[Tensor] = []
     for value in values:
-        if not isinstance(value, (Tensor, np.ndarray)):
+        if isinstance(value, np.ndarray):
+            value = constant(value, device_of(name, *values))
+        elif not isinstance(value, Tensor):
+            device_of(name, *values)
             raise TypeError(f"{name} takes tensors and NumPy arrays, and {type(value).__name__} was given")
-    return [value if isinstance(value, Tensor) else constant(value, device) for value in values]
+        tensors.append(value)
+    return tensors
 
 
 def as_number(value: Any) -> Any:

@@ -19,7 +19,7 @@ import numpy as np
 from cuda.bindings import driver as cu
 
 from penstock.drivers.cuda.calls import ELSEWHERE, FATAL, NO_MEMORY, CudaError, checked, words
-from penstock.drivers.cuda.code import Compiler
+from penstock.drivers.cuda.code import Compiler, Function
 from penstock.drivers.cuda.devices import architecture_of, context_of, cuda_capabilities
 from penstock.drivers.cuda.events import Clock, CudaEvent, EventPool, elapsed
 from penstock.drivers.cuda.graphs import Graph
@@ -33,6 +33,7 @@ from penstock.drivers.driver import (
     Grid,
     Handles,
     Kernel,
+    Launcher,
     Memory,
     Queue,
     Source,
@@ -114,7 +115,7 @@ class CudaDriver(Driver):
             functions = self._compiler.functions(source, signatures, dtypes)
         except CudaError as error:
             raise CompileError(f"{self.name} refused the code of {sorted(signatures)}: {error}") from None
-        return {name: Kernel(name, signatures[name], Launch(functions[name])) for name in signatures}
+        return {name: Kernel(name, signatures[name], functions[name]) for name in signatures}
 
     @property
     def keeps_compiled(self) -> bool:
@@ -134,25 +135,24 @@ class CudaDriver(Driver):
         self._enter()
         return Kernel(name, signature, launch)
 
-    def launch(
-        self, queue: Queue, kernel: Kernel, grid: Grid, group: Grid, args: Args, waits: Waits
-    ) -> Event:
-        bound = kernel.native
-        if isinstance(bound, Launch):  # reused for all launches, since calls for a queue are ordered
-            bound.set(grid, group, args)
-        else:
-            bound = self.bind(kernel, grid, group, args)
-        # The context is not set if this thread launched last, to save a tenth of the time of a launch.
-        if waits or self._at_once or self._launcher != get_ident():
-            return self._launch(queue, bound, waits)
-        try:
-            bound.record(queue)
-        except CudaError as error:
-            if error.code not in ELSEWHERE:
-                self._refuse(error)
-            return self._launch(queue, bound, waits)
-        event = self._open.get(queue)
-        return self._event(queue) if event is None else event
+    def launcher(self, kernel: Kernel, grid: Grid, group: Grid) -> Launcher:
+        bound = self.bind(kernel, grid, group, ())  # for all launches, since calls for a queue are ordered
+
+        def launch(queue: Queue, args: Args, waits: Waits) -> Event:
+            bound.set(args)
+            # The context is not set if this thread launched last, to save a tenth of the time of a launch.
+            if waits or self._at_once or self._launcher != get_ident():
+                return self._launch(queue, bound, waits)
+            try:
+                bound.record(queue)
+            except CudaError as error:
+                if error.code not in ELSEWHERE:
+                    self._refuse(error)
+                return self._launch(queue, bound, waits)
+            event = self._open.get(queue)
+            return self._event(queue) if event is None else event
+
+        return launch
 
     def _launch(self, queue: Queue, bound: Launch | LibraryCall, waits: Waits) -> Event:
         """Record a launch in a context that may have to be entered, and which may be timed."""
@@ -167,8 +167,8 @@ class CudaDriver(Driver):
         return self._event(queue)
 
     def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Args) -> Any:
-        if isinstance(kernel.native, Launch):
-            return Launch(kernel.native.function, grid, group, args, kernel.early)
+        if isinstance(kernel.native, Function):
+            return Launch(kernel.native, grid, group, args, kernel.early)
         return LibraryCall(kernel.native, args)
 
     def rebind(self, bound: Any, position: int, dtype: np.dtype[Any], arg: Any) -> None:

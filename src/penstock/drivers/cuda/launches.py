@@ -20,7 +20,7 @@ class Launch:
     """A kernel with its arguments in a block of memory, from which CUDA copies them at every launch."""
 
     __slots__ = (
-        "_block", "_call", "_grid", "_group", "_node", "_pack", "_params", "_pointers", "_queue", "_sizes",
+        "_block", "_call", "_node", "_pack", "_params", "_pointers", "_queue", "_sizes",
         "changes", "early", "function",
     )  # fmt: skip
 
@@ -41,21 +41,16 @@ class Launch:
         self._params = ctypes.addressof(self._pointers)
         self._node: Any = None  # the parameters of its node in a graph
         self.changes: list[Bound] | None = None  # the changed launches of the graph that this belongs to
-        self._grid: Grid | None = None
-        self._group: Grid | None = None
-        self._sizes: tuple[int, ...] = ()
+        self._sizes = (*grid, *(1,) * (3 - len(grid)), *group, *(1,) * (3 - len(group)))
         # Both with the arguments that stay the same, which would take half of the time of a call.
         self._pack = partial(function.format.pack_into, self._block, 0)
         self._call: Callable[[], tuple[Any]] | None = None
         self._queue: Queue = None  # where `_call` launches
-        self.set(grid, group, args)
+        if args:
+            self.set(args)
 
-    def set(self, grid: Grid, group: Grid, args: Sequence[Any]) -> None:
-        """Set grid, workgroup size and arguments."""
-        if grid is not self._grid or group is not self._group:
-            self._grid, self._group = grid, group
-            self._sizes = (*grid, *(1,) * (3 - len(grid)), *group, *(1,) * (3 - len(group)))
-            self._call = None
+    def set(self, args: Sequence[Any]) -> None:
+        """Set all arguments."""
         try:
             self._pack(*args)
         except (struct.error, OverflowError):
@@ -111,6 +106,10 @@ class LibraryCall:
         self._launch = launch
         self._args = list(args)
         self.changes: list[Bound] | None = None
+
+    def set(self, args: Sequence[Any]) -> None:
+        """Set all arguments."""
+        self._args = list(args)
 
     def change(self, position: int, arg: Any) -> None:
         """Set an argument."""

@@ -303,8 +303,8 @@ def threshold(x: Tensor, threshold: float, value: float) -> Tensor:
     return where(x > threshold, x, value)
 
 
-@takes_dim
 @composite
+@takes_dim
 def glu(x: Tensor, axis: int = -1) -> Tensor:
     """The first half along an axis, times the sigmoid of the second.
 
@@ -319,8 +319,8 @@ def glu(x: Tensor, axis: int = -1) -> Tensor:
     return x[(*before, slice(0, half))] * sigmoid(x[(*before, slice(half, None))])
 
 
-@takes_dim
 @composite
+@takes_dim
 def softmax(x: Tensor, axis: int = -1, *, dtype: DType | None = None) -> Tensor:
     """exp(x) / sum(exp(x)) along an axis; `x` is converted to `dtype` first, if that is given.
 
@@ -333,8 +333,8 @@ def softmax(x: Tensor, axis: int = -1, *, dtype: DType | None = None) -> Tensor:
     return record(graph.softmax(x._node, at), x)
 
 
-@takes_dim
 @composite
+@takes_dim
 def log_softmax(x: Tensor, axis: int = -1, *, dtype: DType | None = None) -> Tensor:
     """The logarithm of `softmax`.
 
@@ -351,8 +351,8 @@ def log_softmax(x: Tensor, axis: int = -1, *, dtype: DType | None = None) -> Ten
     return astype(shifted - log(sum_(exp(shifted), axis=axis, keepdims=True)), x.dtype)
 
 
-@takes_dim
 @composite
+@takes_dim
 def softmin(x: Tensor, axis: int = -1, *, dtype: DType | None = None) -> Tensor:
     """`softmax(-x)`.
 

@@ -156,8 +156,8 @@ def kl_div(x: Tensor, target: Tensor, reduction: str = "mean", log_target: bool 
 # Losses of directions
 
 
-@takes_dim
 @composite
+@takes_dim
 def cosine_similarity(x1: Tensor, x2: Tensor, axis: int = 1, eps: float = 1e-8) -> Tensor:
     """The cosine of the angle between vectors along an axis.
 

@@ -30,6 +30,7 @@ changing: ContextVar[Callable[[Tensor], None] | None] = ContextVar("changing", d
 Shape = int | Sequence[int]
 
 
+@composite
 def layer_norm(
     x: Tensor,
     normalized_shape: Shape,
@@ -54,6 +55,7 @@ def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: floa
     return astype(_affine(scaled, weight, bias), x.dtype)
 
 
+@composite
 def rms_norm(
     x: Tensor, normalized_shape: Shape, weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
