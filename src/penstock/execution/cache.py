@@ -124,11 +124,14 @@ class ExecutableCache:
         return structure.slices
 
     def keep_single(self, key: Hashable, structure: Structure, program: Executable | HostProgram) -> None:
-        """Remember the program of a small expression, unless it is a temporary one."""
+        """Remember the program of a small expression, unless it is temporary, or was planned for a limit.
+
+        Such a program may expect inputs at the host, and a limit may change.
+        """
         if isinstance(program, HostProgram):
             if program.small and not self._may_be_outgrown(program):
                 self.singles[key] = program.runner
-        elif structure.key not in self._bridges:
+        elif structure.key not in self._bridges and not program.schedule.spares:
             on_host = self._host_programs.get(structure.key)
             if on_host is None or on_host.largest > _MOST_IN_PLACE:
                 self.singles[key] = program.runner
@@ -313,7 +316,7 @@ class ExecutableCache:
         """Whether a schedule can run within the limit now, and keeps all values where there is none."""
         budget = self.budget(state=state)
         if budget is None:
-            return not schedule.recomputed and not schedule.moved and not schedule.hosted
+            return not schedule.spares
         held = budget.held - budget.freed(schedule.hosted)
         return schedule.hosted <= budget.state and held + schedule.taken_bytes <= budget.limit
 

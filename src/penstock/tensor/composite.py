@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, ParamSpec
 
+import numpy as np
+
 from penstock.graph.calls import Subgraph, call, subgraph_between
 from penstock.graph.decompose import decompose
 from penstock.graph.node import Node, placeholder
@@ -16,6 +18,7 @@ from penstock.tensor.core import Tensor
 from penstock.tensor.recording import recorded_once, recording
 
 P = ParamSpec("P")
+_NUMBERS = (float, complex, np.inexact)
 _Known = tuple[Subgraph, list[int]]  # and the positions of its inputs among the tensors
 
 
@@ -46,7 +49,8 @@ def composite(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
                 nodes.append(node)
                 key += (node.shape, node.dtype.name)
             else:
-                key += (type(arg), repr(arg) if type(arg) is float else arg)  # by repr, since 0.0 == -0.0
+                # By repr, since 0.0 == -0.0.
+                key += (type(arg), repr(arg) if isinstance(arg, _NUMBERS) else arg)
         if device is None:
             return function(*args, **kwargs)
         known = recorded_once(device, tuple(key), lambda: _recorded(function, args, kwargs, device), True)
