@@ -24,6 +24,7 @@ from penstock.execution.host_program import HostProgram, InPlace
 from penstock.execution.hosting import Residents, State
 from penstock.execution.launched import RunProgram
 from penstock.execution.memory_plan import MemoryPlan
+from penstock.execution.sharing import source
 from penstock.execution.structure import MIN_ITEMS, Structure
 from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.node import Node
@@ -236,9 +237,12 @@ class ExecutableCache:
         limit = self._device.capabilities.total_bytes if stats.limit_bytes is None else stats.limit_bytes
         return max(limit - stats.live_bytes, 0)
 
-    def precompile(self, structure: Structure) -> None:
-        """Compile the kernels of a structure; others can use the device meanwhile."""
-        with self._device.running:
+    def precompile(self, node: Node) -> None:
+        """Compile the kernels that compute a node; others can use the device meanwhile."""
+        with self._device.running:  # first: others may be about to compute a part of it
+            if source(node).value is not None:
+                return
+            structure = Structure([node], self._device.capabilities)
             if not self.builds(structure):
                 return
             schedule = self.schedule(structure, self.state_of(structure))
