@@ -117,7 +117,7 @@ class Session(RuleBasedStateMachine):
             tensor, array = self.value(at)
             for name in names:
                 expected = EXPRESSIONS[name](np, self._full, array, number, count)
-                if not is_exact(expected) or max(np.abs(array).sum(0, initial=0)) > 2000:
+                if not is_exact(expected) or np.abs(array).sum(0).max(initial=0) > 2000:
                     break
                 tensor = EXPRESSIONS[name](ps, self.full, tensor, number, count)
                 array = expected.astype(np.float32)
