@@ -10,6 +10,7 @@ import gc
 import itertools
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,8 @@ F = nn.functional
 Array = np.ndarray[Any, Any]
 Full = Callable[..., Any]
 LARGE = 200  # rows and columns: more items than NumPy computes for a CPU
-KINDS = {**DRIVERS, "opencl-offloading": None, "host-offloading": None}
+OFFLOADING = {"opencl-offloading": "opencl-device", "host-offloading": "host-late"}
+KINDS = [*(kind for kind in DRIVERS if kind != "opencl-mapped"), *OFFLOADING]
 
 numbers = st.sampled_from([0, 1, 2, -1, 3, 0.5, -0.5, -0.0])
 places = st.integers(0, 11)
@@ -166,8 +168,9 @@ class Session(RuleBasedStateMachine):
                 self.keep(ps.reshape(tensor, (1, -1)), array.reshape(1, -1))
             elif how == "a row":
                 self.keep(tensor[-1:], array[-1:])
-            elif self.device.capabilities.shared_memory and array.size:
-                self.exported = [*self.exported[-2:], (np.from_dlpack(tensor, copy=False), array)]
+            else:
+                with suppress(BufferError):  # of devices whose memory the host does not see
+                    self.exported = [*self.exported[-2:], (np.from_dlpack(tensor, copy=False), array)]
 
         self.within(work)
 
@@ -369,12 +372,12 @@ class Jitted:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_session_gives_what_numpy_gives(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structure, "MIN_ITEMS", 4 * LARGE)  # kernels for the large, and NumPy in place
-    offloads = {"opencl-offloading": "opencl-device", "host-offloading": "host-late"}.get(kind)
-    device = Device.over(DRIVERS[kind](), SMALL) if offloads is None else offloading(offloads)
+    offloads = kind in OFFLOADING
+    device = offloading(OFFLOADING[kind]) if offloads else Device.over(DRIVERS[kind](), SMALL)
     jitted = Jitted(device)
     cost = 1 if device.capabilities.language == "numpy" else 8  # kernels are compiled
     run_state_machine_as_test(
         lambda: Session(device, jitted),  # type: ignore[arg-type]
-        settings=settings(max_examples=examples(80, 24) // cost, stateful_step_count=25, deadline=None),
+        settings=settings(max_examples=examples(40, 24) // cost, stateful_step_count=25, deadline=None),
     )
     device.close()
