@@ -336,6 +336,9 @@ def test_other_arguments_are_other_functions() -> None:
         )
     with pytest.raises(IndexError, match="axis 2"):
         ps.mean(x, axis=2)
+    for zero in (np.float32(0.0), np.float32(-0.0), 0.0, -0.0, np.float64(-0.0)):
+        filled = ps.nan_to_num(ps.asarray([ps.nan]), nan=zero)
+        assert np.signbit(filled.numpy()) == np.signbit(zero)
 
 
 # Single operations

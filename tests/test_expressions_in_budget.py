@@ -173,6 +173,19 @@ def test_inputs_larger_than_the_budget_come_one_after_the_other() -> None:
     device.close()
 
 
+def test_a_small_expression_that_was_planned_for_a_limit() -> None:
+    """It expects its inputs at the host, where those of later times do not lie."""
+    device = offloading("opencl-device")
+    arrays = [np.arange(1 << 16, dtype=np.float32) % (3 + number) for number in range(4)]
+    tensors = [ps.asarray(array, device=device) for array in arrays]
+    for limit in (5 * arrays[0].nbytes, None, 5 * arrays[0].nbytes):
+        device.limit_bytes = limit
+        for x, y in ((0, 1), (2, 3), (1, 2)):
+            total = (ps.cumulative_sum(tensors[x]) + tensors[y]).realize().numpy()
+            np.testing.assert_array_equal(total, np.cumsum(arrays[x]) + arrays[y])
+    device.close()
+
+
 @given(share=st.floats(0, 1), kind=st.sampled_from(OFFLOADING))
 @settings(max_examples=examples(20, 4), deadline=None)
 def test_an_expression_has_the_same_bits_under_any_budget(share: float, kind: str) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
+from test_programs import host as host
 
 import penstock as ps
 from penstock import Device, nn, optim
+from penstock.tensor import backward, keeping
 
 F = nn.functional
 pytestmark = pytest.mark.usefixtures("given_rates")  # which profiles would measure
@@ -107,3 +111,74 @@ def test_what_has_no_gradient_is_read_without_an_error(device: Device) -> None:
     assert float(value) == 128.0
     with ps.no_grad():
         assert float(ps.sum(weight * 2.0) + 1.0) == 33.0
+
+
+# Threads
+
+
+class Interrupted:
+    """A lock after each of whose uses something else comes before the thread goes on."""
+
+    def __init__(self, lock: Any, other: Callable[[], object]) -> None:
+        self._lock, self._other, self._depth = lock, other, 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        self._lock.release()
+        if not self._depth:
+            self._depth = 1  # nothing in between
+            self._other()
+            self._depth = 0
+
+
+def doubled(device: Device) -> tuple[ps.Tensor, ps.Tensor, ps.Tensor]:
+    """A value without a gradient, a loss whose gradient needs it, and what that gradient is of."""
+    weight = ps.asarray(np.ones(6, np.float32), device=device).requires_grad_()
+    value = ps.asarray(np.arange(6, dtype=np.float32), device=device) * 2
+    return value, ps.sum(value * weight), weight
+
+
+def test_a_value_that_another_thread_lets_go_of_while_it_is_read(host: Device) -> None:
+    value, loss, _weight = doubled(host)
+    assert float(loss) == 30
+    host.running = Interrupted(host.running, lambda: keeping.release(host))  # type: ignore[assignment]
+    assert value.numpy().tolist() == [0, 2, 4, 6, 8, 10]
+
+
+def followed(function: Callable[..., Any], other: Callable[[], object]) -> Callable[..., Any]:
+    """A function after which another thread does something, if it need not wait for this one."""
+
+    def both(*given: Any, **options: Any) -> Any:
+        result = function(*given, **options)
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(0.1)
+        return result
+
+    return both
+
+
+def test_a_value_that_another_thread_computes_before_it_is_kept(
+    host: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value, loss, _weight = doubled(host)
+    monkeypatch.setattr(keeping, "_needed", followed(keeping._needed, value.realize))
+    assert float(loss) == 30
+    keeping.release(host)
+    assert value.numpy().tolist() == [0, 2, 4, 6, 8, 10]
+
+
+def test_values_that_another_thread_lets_go_of_during_a_backward_pass(
+    host: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, loss, weight = doubled(host)
+    assert float(loss) == 30
+    walk = followed(backward.topological, lambda: keeping.release(host))  # type: ignore[attr-defined]
+    monkeypatch.setattr(backward, "topological", walk)
+    loss.backward()
+    assert weight.grad is not None
+    assert weight.grad.numpy().tolist() == [0, 2, 4, 6, 8, 10]

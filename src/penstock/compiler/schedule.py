@@ -150,6 +150,11 @@ class Schedule:
         return [step for step in self.steps if isinstance(step, Copy) and step.way == "out"]
 
     @cached_property
+    def spares(self) -> bool:
+        """Whether it spares memory: something is recomputed, moved, or expected at the host."""
+        return bool(self.recomputed or self.moved or self.hosted)
+
+    @cached_property
     def arena_bytes(self) -> tuple[int, ...]:
         """The bytes of each arena."""
         return tuple(self.buffers[arena].nbytes for arena in self.arenas)

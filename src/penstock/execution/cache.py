@@ -24,6 +24,7 @@ from penstock.execution.host_program import HostProgram, InPlace
 from penstock.execution.hosting import Residents, State
 from penstock.execution.launched import RunProgram
 from penstock.execution.memory_plan import MemoryPlan
+from penstock.execution.sharing import source
 from penstock.execution.structure import MIN_ITEMS, Structure
 from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.node import Node
@@ -124,11 +125,14 @@ class ExecutableCache:
         return structure.slices
 
     def keep_single(self, key: Hashable, structure: Structure, program: Executable | HostProgram) -> None:
-        """Remember the program of a small expression, unless it is a temporary one."""
+        """Remember the program of a small expression, unless it is temporary, or was planned for a limit.
+
+        Such a program may expect inputs at the host, and a limit may change.
+        """
         if isinstance(program, HostProgram):
             if program.small and not self._may_be_outgrown(program):
                 self.singles[key] = program.runner
-        elif structure.key not in self._bridges:
+        elif structure.key not in self._bridges and not program.schedule.spares:
             on_host = self._host_programs.get(structure.key)
             if on_host is None or on_host.largest > _MOST_IN_PLACE:
                 self.singles[key] = program.runner
@@ -233,9 +237,12 @@ class ExecutableCache:
         limit = self._device.capabilities.total_bytes if stats.limit_bytes is None else stats.limit_bytes
         return max(limit - stats.live_bytes, 0)
 
-    def precompile(self, structure: Structure) -> None:
-        """Compile the kernels of a structure; others can use the device meanwhile."""
-        with self._device.running:
+    def precompile(self, node: Node) -> None:
+        """Compile the kernels that compute a node; others can use the device meanwhile."""
+        with self._device.running:  # first: others may be about to compute a part of it
+            if source(node).value is not None:
+                return
+            structure = Structure([node], self._device.capabilities)
             if not self.builds(structure):
                 return
             schedule = self.schedule(structure, self.state_of(structure))
@@ -313,7 +320,7 @@ class ExecutableCache:
         """Whether a schedule can run within the limit now, and keeps all values where there is none."""
         budget = self.budget(state=state)
         if budget is None:
-            return not schedule.recomputed and not schedule.moved and not schedule.hosted
+            return not schedule.spares
         held = budget.held - budget.freed(schedule.hosted)
         return schedule.hosted <= budget.state and held + schedule.taken_bytes <= budget.limit
 

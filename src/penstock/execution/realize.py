@@ -117,6 +117,17 @@ def realize(
             structure.watch(buffers[len(wanted) :], device)
 
 
+def value_of(node: Node, device: Device) -> Buffer:
+    """The value of a node, computed if it is pending.
+
+    To read `node.value` after `realize` would be too late: a step in another thread lets go of what was kept.
+    """
+    with device.running:
+        realize((node,), device)
+        value: Buffer = node.value
+        return value
+
+
 def _set_values(nodes: Sequence[Node], buffers: Sequence[Buffer]) -> None:
     for node, buffer in zip(nodes, buffers, strict=False):
         node.set_value(buffer)
@@ -183,15 +194,15 @@ def _told(
 
 def waits_for_a_compiler(node: Node, device: Device) -> bool:
     """Whether computing a node now would first build a program."""
-    wanted = to_compute([node])
-    return bool(wanted) and executables(device).builds(Structure(wanted, device.capabilities))
+    with device.running:  # another thread that computes a part of it would change the graph
+        wanted = to_compute([node])
+        return bool(wanted) and executables(device).builds(Structure(wanted, device.capabilities))
 
 
 def precompile(node: Node, device: Device) -> None:
     """Compile what computes a node. Others can use the device meanwhile."""
-    wanted = to_compute([node])
-    if wanted and device.dispatcher is None:
-        executables(device).precompile(Structure(wanted, device.capabilities))
+    if device.dispatcher is None:
+        executables(device).precompile(node)
 
 
 def to_compute(nodes: Sequence[Node]) -> list[Node]:

@@ -37,7 +37,21 @@ def backward(self: Tensor, gradient: Tensor | None = None) -> None:
         raise ValueError(f"backward() is for one value, and the shape is {self.shape}; give its gradient")
     if not self.requires_grad:
         raise ValueError("nothing that this value was computed from requires a gradient")
-    history = topological([self._node], through_values=True)
+    with self.device.running:  # a step in another thread lets go of values, and of what they were made of
+        history = topological([self._node], through_values=True)
+        arrived = _arrived(self, history, gradient)
+    if capture.get() is None:
+        _compute_if_much(self, arrived)
+    source = [weakref.ref(self), *_small(history)]  # so that they can be computed together
+    for tensor, part in arrived:
+        before = tensor.grad  # from earlier calls, or another node of the same tensor
+        total = Tensor(part if before is None else elementwise.add(before._node, part), tensor.device)
+        total._source = source
+        tensor.grad = total
+
+
+def _arrived(value: Tensor, history: list[Node], gradient: Tensor | None) -> list[tuple[Tensor, Node]]:
+    """The leaves behind a value that a gradient arrives at, each with its gradient."""
     leaves: list[tuple[Node, Tensor]] = []
     refusing: list[Node] = []
     for node in history:
@@ -47,21 +61,13 @@ def backward(self: Tensor, gradient: Tensor | None = None) -> None:
             refusing.append(node)
     nodes = [node for node, _ in leaves]
     if gradient is None and not refusing and capture.get() is None:
-        parts = _repeated(history, nodes, self.device)
+        parts = _repeated(history, nodes, value.device)
     else:
-        seed = None if gradient is None else broadcast(gradient, self.shape)._node
-        parts = gradients(self._node, seed, [*nodes, *refusing])
+        seed = None if gradient is None else broadcast(gradient, value.shape)._node
+        parts = gradients(value._node, seed, [*nodes, *refusing])
         _refuse(refusing, parts[len(leaves) :])
         parts = _stopped(parts)
-    arrived = [(tensor, part) for (_, tensor), part in zip(leaves, parts, strict=False) if part is not None]
-    if capture.get() is None:
-        _compute_if_much(self, arrived)
-    source = [weakref.ref(self), *_small(history)]  # so that they can be computed together
-    for tensor, part in arrived:
-        before = tensor.grad  # from earlier calls, or another node of the same tensor
-        total = Tensor(part if before is None else elementwise.add(before._node, part), tensor.device)
-        total._source = source
-        tensor.grad = total
+    return [(tensor, part) for (_, tensor), part in zip(leaves, parts, strict=False) if part is not None]
 
 
 def _small(history: Sequence[Node]) -> list[weakref.ref[Tensor]]:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
 from typing import Any, ParamSpec
 
+import numpy as np
+
 from penstock.graph.bounds import BOUNDED
 from penstock.graph.calls import call, subgraph_between
 from penstock.graph.decompose import decompose
@@ -21,6 +23,7 @@ from penstock.tensor.core import Tensor
 from penstock.tensor.recording import recorded_once, recording
 
 P = ParamSpec("P")
+_NUMBERS = (float, complex, np.inexact)
 # A node of stand-ins for the tensors, and the inputs of another, from the nodes of all tensors.
 _Known = tuple[Node, Callable[[Sequence[Node]], tuple[Node, ...]]]
 _NEW: Any = object()  # what is known of arguments that are new
@@ -53,7 +56,8 @@ def composite(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
                 nodes.append(node)
                 key += (node.shape, node.dtype.name)
             else:
-                key += (type(arg), repr(arg) if type(arg) is float else arg)  # by repr, since 0.0 == -0.0
+                # By repr, since 0.0 == -0.0.
+                key += (type(arg), repr(arg) if isinstance(arg, _NUMBERS) else arg)
         if device is None:
             return function(*args, **kwargs)
         kind = tuple(key)

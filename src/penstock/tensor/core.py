@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias, overload
 import numpy as np
 import numpy.typing as npt
 
-from penstock.execution.realize import Replaced, precompile, realize, waits_for_a_compiler
+from penstock.execution.realize import Replaced, precompile, realize, value_of, waits_for_a_compiler
 from penstock.graph import elementwise, shaping
 from penstock.graph.custom_vjp import refused, refusing
 from penstock.graph.node import DType, Node, Shape, leaf
+from penstock.memory.buffer import Buffer
 from penstock.registry import default_device, find
 from penstock.runtime import Device
 from penstock.stream.future import Future
@@ -213,14 +214,12 @@ class Tensor(Operators, Methods):
 
         def build() -> Future[npt.NDArray[Any]]:
             precompile(node, device)
-            realize([node], device)
-            return device.download(node.value, node.dtype, node.shape)
+            return device.download(value_of(node, device), node.dtype, node.shape)
 
         return device.in_background(build)
 
     def _download(self) -> Future[npt.NDArray[Any]]:
-        self._realize()
-        return self.device.download(self._node.value, self.dtype, self.shape)
+        return self.device.download(self._realize(), self.dtype, self.shape)
 
     def item(self) -> Any:
         """The value of a tensor with a single item, as a Python number."""
@@ -258,20 +257,20 @@ class Tensor(Operators, Methods):
         array: Any = self._shared_memory() if copy is False else self.numpy()
         return exported(array, stream=stream, max_version=max_version)
 
-    def _realize(self) -> None:
+    def _realize(self) -> Buffer:
         capturing = capture.get()
         if capturing is not None:
             capturing.used(self)
             capturing.refuse_value(self._node)
-        realize([self._node], self.device)
+        return value_of(self._node, self.device)
 
     def _shared_memory(self) -> npt.NDArray[Any]:
         """The values in device memory that the host shares, read-only. They never change."""
-        self._realize()
-        if self._node.value.memory.host is None and self.size:
+        value = self._realize()
+        if value.memory.host is None and self.size:
             raise BufferError(f"{self.device.name} does not share its memory; the values can only be copied")
-        self._node.value.shared = True
-        with self.device.view(self._node.value, self.dtype, self.shape) as array:
+        value.shared = True
+        with self.device.view(value, self.dtype, self.shape) as array:
             return array
 
     def _become(self, node: Node) -> None:

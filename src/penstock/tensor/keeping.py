@@ -31,8 +31,8 @@ def realize_to_read(tensor: Tensor) -> None:
     """
     node, device = tensor._actual_node, tensor.device
     if node.value is None and node.depth > 1 and capture.get() is None and _has_room(device):
-        needed = {part: part.inputs for part in _needed(node, device)}
-        with suppress(OutOfDeviceMemory):
+        with device.running, suppress(OutOfDeviceMemory):  # other threads may be about to compute the same
+            needed = {part: part.inputs for part in _needed(node, device)}
             realize([node, *needed], device)
             _kept.setdefault(device, WeakKeyDictionary()).update(needed)
 

@@ -447,9 +447,10 @@ class Captured:
                 if tensor._actual_node.primitive is LEAF and position in aliasing.kept:
                     kept.add(position)
         for at, owner, output in aliasing.gradients:
+            # Not by a name: Python 3.14 does not count the reference of an argument that has one.
+            held = sys.getrefcount(owner._actual_grad) > 2
             gradient: Any = owner._actual_grad
-            held = sys.getrefcount(gradient) > 3 or sys.getrefcount(gradient._actual_node) > 2
-            if not held and not inputs[at].shared:
+            if not (held or sys.getrefcount(gradient._actual_node) > 2 or inputs[at].shared):
                 replaced_inputs[output] = at
         for at, source in enumerate(self.inputs) if self.donated else ():
             if isinstance(source, Origin) and source.argument in self.donated and not inputs[at].shared:
