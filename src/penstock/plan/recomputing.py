@@ -11,8 +11,9 @@ one before. They do not depend on any budget, so that a smaller budget never tak
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -81,10 +82,11 @@ def sequels(
         for chosen in (several, choices[:1]) if len(several) > 1 else (several,):
             trial_drops = {**dropped, **{gap: each.drop for each in chosen for gap in (each.gap, *each.also)}}
             trial_stays = stays.union(*(choice.stays for choice in chosen))
-            trial = search.unfolded(trial_drops, trial_stays)
-            price = sum(map(tried.price, chosen))
+            most = best.price + _DEAR * sum(map(tried.price, chosen))
+            # What a single choice costs has to be known.
+            trial = tried.unfolded(trial_drops, trial_stays, most if len(chosen) > 1 else math.inf)
             improves = trial is not None and trial.improves(best)
-            if trial is not None and improves and trial.price <= best.price + _DEAR * price:
+            if trial is not None and improves and trial.price <= most:
                 best, dropped, stays = trial, trial_drops, trial_stays
                 width = 2 * len(chosen)
                 break
@@ -96,7 +98,7 @@ def sequels(
                 tried.correct(choices[0], trial.price - best.price)
             width = len(possible)
             continue
-        tried.changed = True
+        tried.changed = True; tried._unfolded.clear()
         possible = search.choices(best, dropped)
         if best.peak < lowest:
             lowest = best.peak
@@ -111,7 +113,18 @@ class _Tried:
         self._refused: set[tuple[Gap, Drop]] = set()
         # The prices of kinds that were more than expected: repeated layers have choices that are alike.
         self._prices: dict[_Kind, float] = {}
+        self._unfolded: dict[Hashable, Unfolded | None] = {}  # choices that go with each other are the same
         self.changed = False  # whether another choice was taken since the first that is refused now
+
+    def unfolded(self, dropped: dict[Gap, Drop], stays: frozenset[int], most: float) -> Unfolded | None:
+        """A sequence of the search, unfolded once."""
+        key = frozenset(dropped.items()), stays
+        if key not in self._unfolded:
+            trial = self._search.unfolded(dropped, stays, most)
+            if trial is None and most < math.inf:
+                return None
+            self._unfolded[key] = trial
+        return self._unfolded[key]
 
     def price(self, choice: _Choice) -> float:
         """What a choice costs, as far as is known."""
@@ -171,8 +184,19 @@ class Search:
                 self.uses.setdefault(value, []).append(place)
             for value in tasks[number].replaces:
                 self.replaced[value] = place
+        # By task: what it reads that may be gone, with the place from which on.
+        self.replaced_reads = [
+            [(value, self.replaced[value]) for value in task.reads if value in self.replaced] for task in tasks
+        ]
         self.least = 1  # bytes of what may be dropped
         self.temporary = [value not in kept and value in self.writer for value in range(len(nbytes))]
+        # The places after which temporaries are gone, and what is by place.
+        self.end = [len(order)] * len(nbytes)
+        self._ends: list[list[int]] = [[] for _ in order]
+        for value, places in self.uses.items():
+            if self.temporary[value]:
+                self.end[value] = places[-1]
+                self._ends[places[-1]].append(value)
         runs = [Run(number, task.reads, task.writes) for number, task in enumerate(tasks)]
         self.plain = [runs[number] for number in order]  # where nothing is dropped
         self.accesses = Accesses(tasks, order, nbytes, self.temporary)
@@ -180,23 +204,22 @@ class Search:
 
     # Sequences
 
-    def unfolded(self, dropped: dict[Gap, Drop], stays: frozenset[int]) -> Unfolded | None:
+    def unfolded(
+        self, dropped: dict[Gap, Drop], stays: frozenset[int], most: float = math.inf
+    ) -> Unfolded | None:
         """The order with what was dropped brought back; None where something may not run twice."""
         new = frozenset(value for value in self.new if self.last_gap(value) in dropped)
         state = Unfolding(self, frozenset(gap.value for gap in dropped if gap.use < 0), new, stays)
         leaving = self._leaving(dropped)
         current = state.current
-        for place in sorted(
-            {place for value in {gap.value for gap in dropped} for place in self.uses[value]}
-        ):
+        for place in sorted(set().union(*(self.uses[value] for value in {gap.value for gap in dropped}))):
             state.run_until(place)
-            number = self.order[place]
-            task = self.tasks[number]
+            task = self.tasks[self.order[place]]
             made: list[int] = []
             for value in task.reads:
                 if current.get(value, value) < 0:
                     closure = self._closure(value, state, place)
-                    if closure is None or state.repeats > _MOST_REPEATS * len(self.order):
+                    if closure is None or state.repeats > _MOST_REPEATS * len(self.order) or state.work > most:
                         return None
                     for step in closure:
                         made += state.bring_back(step, place)
@@ -205,13 +228,13 @@ class Search:
                 if how is Drop.MOVE:
                     state.send(value, place)
                 current[value] = -1
-            for value in current.keys() & self._touched[number]:
-                if self.temporary[value] and self.uses[value][-1] == place and value not in stays:
+            for value in self._ends[place]:
+                if value in current and value not in stays:
                     current[value] = -1
             for value in made:
-                later = self.uses[value][-1] > place
-                since = dropped.get(Gap(value, bisect_right(self.uses[value], place) - 1))
-                if not later or since in (Drop.ALWAYS, Drop.MOVE):
+                uses = self.uses[value]
+                since = dropped.get(Gap(value, bisect_right(uses, place) - 1))
+                if uses[-1] <= place or since is Drop.ALWAYS or since is Drop.MOVE:
                     current[value] = -1
         state.run_until(len(self.order))
         return Unfolded(self, state)
@@ -239,26 +262,28 @@ class Search:
         hosted = state.hosted
         if value in hosted:
             return [~value]
-        result: dict[int, None] = {}
+        result: list[int] = []
         there: set[int] = set()
-        stack = [self.writer[value]]
+        stack = [(self.writer[value], iter(self.tasks[self.writer[value]].reads))]
         while stack:
-            number = stack[-1]
+            number, reads = stack[-1]
             task = self.tasks[number]
             if task.price is None:
                 return None
-            missing = next((v for v in task.reads if v not in there and state.is_gone(v, place)), None)
-            if missing is not None and missing in hosted:
-                result[~missing] = None
+            for missing in reads:
+                if missing in there or not state.is_gone(missing, place):
+                    continue
+                if missing not in hosted:
+                    writer = self.writer[missing]
+                    stack.append((writer, iter(self.tasks[writer].reads)))
+                    break
+                result.append(~missing)
                 there.add(missing)
-                continue
-            if missing is not None:
-                stack.append(self.writer[missing])
-                continue
-            stack.pop()
-            result[number] = None
-            there.update(task.writes)
-        return list(result)
+            else:
+                stack.pop()
+                result.append(number)
+                there.update(task.writes)
+        return result
 
     # What to drop
 
