@@ -186,7 +186,7 @@ def _fresh_results(state: Compilation) -> list[Node]:
     assert layout is not None
     written = {at: layout.buffers[base(state.wanted[at])] for at in state.aliases}
     over = {written[at] for at, given in state.aliases.items() if layout.may_alias(written[at], 1 + given)}
-    over |= {layout.buffers[move.hosted] for move in state.moves if move.hosted in layout.outputs}
+    over |= {layout.buffers[move.hosted] for move in state.moves if move.hosted in layout.buffers}
     return [node for node in layout.outputs if layout.buffers[node] not in over]
 
 
@@ -202,6 +202,7 @@ class _Outline:
     """A way to run the groups before it is planned."""
 
     least: int  # bytes, for sure
+    early: bool  # copies have more time than they need, as they have not in another outline
     laid_out: Callable[[], Compilation]
 
 
@@ -241,9 +242,10 @@ def _outlines(state: Compilation, target: Target, room: int | None = None) -> It
 
     def outline(sequel: Sequel, with_time: bool) -> _Outline:
         sequence = partial(replace, sequel)
+        early = link is not None and with_time
         if link is not None and with_time:
             sequence = partial(prefetched, sequel, tasks, nbytes, link)
-        return _Outline(least_of(sequel), partial(_laid_out, state, target, works.nodes, sequence))
+        return _Outline(least_of(sequel), early, partial(_laid_out, state, target, works.nodes, sequence))
 
     for alternatives in _frontier(tasks, order, nbytes, kept, link, own, new, ample):
         # With time for copies; or else, where none of these can be packed, in the least memory.
@@ -404,7 +406,9 @@ def _smallest(state: Compilation, outlines: Sequence[_Outline], target: Target) 
     """Of all ways to run the groups, that which takes the least memory."""
     best, least = state, taken_bytes(state, target)
     for outline in reversed(outlines):
-        if outline.least < least and (planned := _planned(outline, target, least - 1)):
+        if outline.early or outline.least >= least:
+            continue
+        if planned := _planned(outline, target, least - 1):
             best, least = planned, taken_bytes(planned, target)
     return best
 

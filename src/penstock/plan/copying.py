@@ -8,7 +8,7 @@ but also for what has to leave before there is room for what they write.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -136,6 +136,12 @@ class Traffic:
         self._first = np.array([window.first for window in windows], int)
         self._last = np.array([window.last for window in windows], int)
         self._takes = np.array([window.takes for window in windows], float)
+        # Sorted, and beside them how early those begin that end after each, and the other way round.
+        by_last, by_first = self._last.argsort(), self._first.argsort()
+        self._lasts, self._firsts = self._last[by_last].tolist(), self._first[by_first].tolist()
+        earliest = np.minimum.accumulate(self._first[by_last][::-1])[::-1]
+        latest = np.maximum.accumulate(self._last[by_first])
+        self._earliest, self._latest = [*earliest.tolist(), len(until)], [-1, *latest.tolist()]
         self._waits: dict[Window, float] = {}  # by window: moments of a parameter have the same
 
     def wait(self, window: Window) -> float:
@@ -147,8 +153,8 @@ class Traffic:
     def _waited(self, window: Window) -> float:
         inside = (self._first >= window.first) & (self._last <= window.last)
         beside = (self._first < window.last) & (self._last > window.first)
-        first = min(window.first, int(self._first[beside].min(initial=window.first)))
-        last = max(window.last, int(self._last[beside].max(initial=window.last)))
+        first = min(window.first, self._earliest[bisect_right(self._lasts, window.first)])
+        last = max(window.last, self._latest[bisect_left(self._firsts, window.last)])
         free = min(
             self._time(window.first, window.last) - float(self._takes[inside].sum()),
             self._time(first, last) - float(self._takes[beside].sum()),

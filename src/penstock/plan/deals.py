@@ -41,6 +41,8 @@ class Deals:
         """`idle`: what may be dropped there."""
         self._search, self._best, self._dropped, self._idle = search, best, dropped, idle
         self._at = int(best.load.argmax())
+        self._beside: dict[tuple[int, int], list[Gap]] = {}
+        self._there: dict[tuple[int, int], bool] = {}
 
     def of(self, value: int, place: int) -> Deal | None:
         """The best deal for a value that is needed again at a place; None: it would free nothing."""
@@ -71,8 +73,11 @@ class Deals:
 
     def beside(self, task: int, place: int) -> list[Gap]:
         """The results of a task that may be dropped until a place, or longer."""
-        gaps = [self._idle[value] for value in self._search.tasks[task].writes if value in self._idle]
-        return [gap for gap in gaps if self._search.next_use(gap) >= place]
+        if (gaps := self._beside.get((task, place))) is None:
+            idle = [self._idle[value] for value in self._search.tasks[task].writes if value in self._idle]
+            gaps = [gap for gap in idle if self._search.next_use(gap) >= place]
+            self._beside[task, place] = gaps
+        return gaps
 
     def may_stay(self, value: int) -> bool:
         """Whether a value can stay beyond its last use."""
@@ -84,6 +89,11 @@ class Deals:
 
         If its task has other results, these may be what it is computed again for, and gone by then.
         """
+        if (there := self._there.get((value, place))) is None:
+            there = self._there[value, place] = self._is_there(value, place, end)
+        return there
+
+    def _is_there(self, value: int, place: int, end: int) -> bool:
         search = self._search
         if not search.temporary[value] or self._best.is_live(value, end):
             return True

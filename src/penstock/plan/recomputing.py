@@ -69,6 +69,7 @@ def sequels(
     tried = _Tried(search)
     dropped: dict[Gap, Drop] = {}
     stays: frozenset[int] = frozenset()  # values that stay beyond their last use, for what is computed again
+    useless = set[Hashable]()  # what was tried to drop since the last that helped: others may be the same
     possible = search.choices(best, dropped)
     width = len(possible)  # the most that are tried together: fewer after that has failed
     for _ in range(_MOST_TRIES):
@@ -80,16 +81,20 @@ def sequels(
         freed = np.cumsum([choice.freed for choice in choices])
         several = choices[: min(1 + int(freed.searchsorted(step)), width)]
         for chosen in (several, choices[:1]) if len(several) > 1 else (several,):
-            trial_drops = {**dropped, **{gap: each.drop for each in chosen for gap in (each.gap, *each.also)}}
+            drops = {gap: each.drop for each in chosen for gap in (each.gap, *each.also)}
+            trial_drops = {**dropped, **drops}
             trial_stays = stays.union(*(choice.stays for choice in chosen))
             most = best.price + _DEAR * sum(map(tried.price, chosen))
-            # What a single choice costs has to be known.
-            trial = tried.unfolded(trial_drops, trial_stays, most if len(chosen) > 1 else math.inf)
+            trial, key = None, (frozenset(drops.items()), trial_stays)
+            if key not in useless:  # what a single choice costs has to be known
+                trial = search.unfolded(trial_drops, trial_stays, most if len(chosen) > 1 else math.inf)
             improves = trial is not None and trial.improves(best)
             if trial is not None and improves and trial.price <= most:
                 best, dropped, stays = trial, trial_drops, trial_stays
                 width = 2 * len(chosen)
                 break
+            if trial is not None and not improves:
+                useless.add(key)
             width = max(len(chosen) // 2, 1)
         else:
             if trial is None or not improves:
@@ -98,7 +103,8 @@ def sequels(
                 tried.correct(choices[0], trial.price - best.price)
             width = len(possible)
             continue
-        tried.changed = True; tried._unfolded.clear()
+        tried.changed = True
+        useless.clear()
         possible = search.choices(best, dropped)
         if best.peak < lowest:
             lowest = best.peak
@@ -113,18 +119,7 @@ class _Tried:
         self._refused: set[tuple[Gap, Drop]] = set()
         # The prices of kinds that were more than expected: repeated layers have choices that are alike.
         self._prices: dict[_Kind, float] = {}
-        self._unfolded: dict[Hashable, Unfolded | None] = {}  # choices that go with each other are the same
         self.changed = False  # whether another choice was taken since the first that is refused now
-
-    def unfolded(self, dropped: dict[Gap, Drop], stays: frozenset[int], most: float) -> Unfolded | None:
-        """A sequence of the search, unfolded once."""
-        key = frozenset(dropped.items()), stays
-        if key not in self._unfolded:
-            trial = self._search.unfolded(dropped, stays, most)
-            if trial is None and most < math.inf:
-                return None
-            self._unfolded[key] = trial
-        return self._unfolded[key]
 
     def price(self, choice: _Choice) -> float:
         """What a choice costs, as far as is known."""
@@ -184,9 +179,9 @@ class Search:
                 self.uses.setdefault(value, []).append(place)
             for value in tasks[number].replaces:
                 self.replaced[value] = place
-        # By task: what it reads that may be gone, with the place from which on.
-        self.replaced_reads = [
-            [(value, self.replaced[value]) for value in task.reads if value in self.replaced] for task in tasks
+        self.replaced_reads = [  # by task: those of these that it reads
+            [(value, self.replaced[value]) for value in task.reads if value in self.replaced]
+            for task in tasks
         ]
         self.least = 1  # bytes of what may be dropped
         self.temporary = [value not in kept and value in self.writer for value in range(len(nbytes))]
@@ -207,7 +202,10 @@ class Search:
     def unfolded(
         self, dropped: dict[Gap, Drop], stays: frozenset[int], most: float = math.inf
     ) -> Unfolded | None:
-        """The order with what was dropped brought back; None where something may not run twice."""
+        """The order with what was dropped brought back.
+
+        None where something may not run twice, or where what does alone costs more than `most`.
+        """
         new = frozenset(value for value in self.new if self.last_gap(value) in dropped)
         state = Unfolding(self, frozenset(gap.value for gap in dropped if gap.use < 0), new, stays)
         leaving = self._leaving(dropped)
@@ -219,7 +217,9 @@ class Search:
             for value in task.reads:
                 if current.get(value, value) < 0:
                     closure = self._closure(value, state, place)
-                    if closure is None or state.repeats > _MOST_REPEATS * len(self.order) or state.work > most:
+                    if closure is None or state.work > most:
+                        return None
+                    if state.repeats > _MOST_REPEATS * len(self.order):
                         return None
                     for step in closure:
                         made += state.bring_back(step, place)

@@ -31,7 +31,7 @@ class Accesses:
         self.size = np.array(nbytes, np.int64)
         self.temporary = np.array(temporary, bool)
         self.scratch = np.array([tasks[number].scratch for number in order], np.int64)
-        # By task: its results that may overwrite what it reads; the number of each, bytes, and what is as large.
+        # By task, its results that may overwrite what it reads: number, bytes, and which reads are as large.
         self.over = [
             [
                 (at, nbytes[value], positions)
