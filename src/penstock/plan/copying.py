@@ -53,7 +53,8 @@ class Timing:
     def _simulated(self) -> float:
         busy = 0.0  # how long kernels run, slowed by copies beside them
         for at, run in enumerate(self._runs):
-            self._make_room(at)
+            if self._leaving:
+                self._make_room(at)
             if run.task >= 0:
                 price = self._tasks[run.task].price or 0.0
                 busy += price
@@ -95,16 +96,14 @@ class Timing:
     def _fetch(self, at: int, size: int) -> None:
         there, sent_by = self._there[self._runs[at].reads[0]]
         earliest, first = max(there, self._fetched), at
-        while first - 1 > sent_by and self._begins[first] > earliest and self._fits(first - 1, size):
+        begins, load, most = self._begins, self._load, self._room - size
+        while first - 1 > sent_by and begins[first] > earliest and load[first - 1] <= most:
             first -= 1
-            self._load[first] += size
+            load[first] += size
         takes = size * self._link.byte
         self._fetches.append((first, at, takes))
         self._fetched = max(self._begins[first], earliest) + takes
         self._now = max(self._now, self._fetched)
-
-    def _fits(self, at: int, size: int) -> bool:
-        return self._load[at] + size <= self._room
 
     def fetches(self) -> dict[int, list[int]]:
         """By run: the fetches, as runs, that begin before it. As late as nothing waits longer for them."""

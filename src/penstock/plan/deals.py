@@ -108,7 +108,7 @@ class _Closure:
     def __init__(self, deals: Deals, place: int, end: int, rate: float) -> None:
         self._deals, self._place, self._end, self._rate = deals, place, end, rate
         self.tasks: dict[int, None] = {}
-        self.stays: set[int] = set()
+        self.stays: dict[int, None] = {}
 
     def added(self, number: int, most: float) -> float:
         """Add a task, with the cheapest way to have what it reads; its cost, infinite if more than `most`."""
@@ -128,10 +128,17 @@ class _Closure:
             if writer in self.tasks:
                 continue
             keep = self._rate * search.nbytes[value] if self._deals.may_stay(value) else math.inf
-            before = dict(self.tasks), set(self.stays)
+            tasks, stays = len(self.tasks), len(self.stays)
             again = self.added(writer, min(keep, most - total))
             if keep < again:
-                self.tasks, self.stays = before
-                self.stays.add(value)
+                _cut(self.tasks, tasks)
+                _cut(self.stays, stays)
+                self.stays[value] = None
             total += min(keep, again)
         return total if total <= most else math.inf
+
+
+def _cut(numbers: dict[int, None], count: int) -> None:
+    """Leave only the first so many."""
+    while len(numbers) > count:
+        numbers.popitem()

@@ -248,7 +248,7 @@ class Unfolding:
         """Run what stands at a place, with these copies of what it reads."""
         run = self._search.plain[place]
         if reads != run.reads:
-            run = run._replace(reads=reads)
+            run = Run(run.task, reads, run.writes)
             self.changed.append(place)
             self._note(reads)
         self.main[place] = len(self.runs)
