@@ -111,6 +111,19 @@ def sequels(
             yield best.sequel
 
 
+def least_peak(
+    tasks: Sequence[Task], nbytes: Sequence[int], kept: frozenset[int], state: State, new: frozenset[int]
+) -> int:
+    """Bytes below which no peak is without moves: all that a task reads and writes is there while it runs."""
+    made = {value for task in tasks for value in task.writes} - kept
+
+    def needed(task: Task) -> int:
+        over = {value for value, over in zip(task.writes, task.over, strict=False) if over}
+        return sum(nbytes[value] for value in made & {*task.reads, *task.writes} - over) + task.scratch
+
+    return max(map(needed, tasks), default=0) + sum(nbytes[value] for value in (*state, *new))
+
+
 class _Tried:
     """What is known of choices that were tried: those that did not help, and those that cost more."""
 
