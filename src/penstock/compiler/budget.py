@@ -237,7 +237,7 @@ def _outlines(state: Compilation, target: Target, room: int | None = None) -> It
         return sum(results.values()) + int(_SURE * (sequel.peak_bytes - stays)) - freed
 
     def left(sequel: Sequel) -> float:
-        limit = (target.budget or Budget(0)).limit
+        limit = max((target.budget or Budget(0)).limit, 1)
         return (room - least_of(sequel)) / limit if room is not None else 0.0
 
     def outline(sequel: Sequel, with_time: bool) -> _Outline:
