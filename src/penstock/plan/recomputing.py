@@ -223,7 +223,7 @@ class Search:
         state = Unfolding(self, frozenset(gap.value for gap in dropped if gap.use < 0), new, stays)
         leaving = self._leaving(dropped)
         current = state.current
-        for place in sorted(set().union(*(self.uses[value] for value in {gap.value for gap in dropped}))):
+        for place in self._places(dropped):
             state.run_until(place)
             task = self.tasks[self.order[place]]
             made: list[int] = []
@@ -255,6 +255,13 @@ class Search:
     def price(self, unfolded: Unfolded) -> float:
         """How much longer a sequence takes than the order."""
         return elapsed(unfolded, self.tasks, self.nbytes, self._link) - float(self._until[-1])
+
+    def _places(self, dropped: dict[Gap, Drop]) -> list[int]:
+        """The places at which something is used from the first time on that it is dropped."""
+        first: dict[int, int] = {}
+        for value, use in dropped:
+            first[value] = max(min(use, first.get(value, use)), 0)
+        return sorted(set().union(*(self.uses[value][use:] for value, use in first.items())))
 
     def _leaving(self, dropped: dict[Gap, Drop]) -> dict[int, list[tuple[int, Drop]]]:
         """What is dropped after its use at each place."""
