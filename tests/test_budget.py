@@ -32,7 +32,7 @@ from penstock.graph import contraction, elementwise, reducing
 from penstock.graph.gradient import gradients
 from penstock.graph.node import Node
 from penstock.plan.order import Work, deferred
-from penstock.plan.recomputing import sequels
+from penstock.plan.recomputing import least_peak, sequels
 from penstock.plan.sequences import OUT, Sequel, Task
 
 # Sequences as pure functions
@@ -106,6 +106,7 @@ def test_sequences_compute_the_same_with_less_and_less_memory(
         assert sequel.peak_bytes == live_bytes(sequel, tasks, nbytes, kept)
     peaks = [sequel.peak_bytes for sequel in result]
     assert peaks == sorted(set(peaks), reverse=True)
+    assert peaks[-1] >= least_peak(tasks, nbytes, kept, {}, frozenset())
 
 
 def test_a_chain_and_its_way_back_needs_a_part_of_the_memory() -> None:

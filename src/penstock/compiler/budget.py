@@ -9,11 +9,12 @@ packed arenas are the proof.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import takewhile
 
 from penstock.compiler.compilation import Compilation, Move
 from penstock.compiler.layout import lay_out, own_buffers, plan
@@ -33,7 +34,7 @@ from penstock.memory.pool import size_class
 from penstock.plan.arena import lower_bound
 from penstock.plan.order import deferred, ordered
 from penstock.plan.prefetching import prefetched
-from penstock.plan.recomputing import sequels
+from penstock.plan.recomputing import least_peak, sequels
 from penstock.plan.sequences import HOLD, OUT, Link, Run, Sequel, Task
 
 _SURE = 0.99  # of what is estimated to be live: no plan takes less
@@ -186,7 +187,7 @@ def _fresh_results(state: Compilation) -> list[Node]:
     assert layout is not None
     written = {at: layout.buffers[base(state.wanted[at])] for at in state.aliases}
     over = {written[at] for at, given in state.aliases.items() if layout.may_alias(written[at], 1 + given)}
-    over |= {layout.buffers[move.hosted] for move in state.moves if move.hosted in layout.outputs}
+    over |= {layout.buffers[move.hosted] for move in state.moves if move.hosted in layout.buffers}
     return [node for node in layout.outputs if layout.buffers[node] not in over]
 
 
@@ -202,6 +203,7 @@ class _Outline:
     """A way to run the groups before it is planned."""
 
     least: int  # bytes, for sure
+    early: bool  # copies have more time than they need, as they have not in another outline
     laid_out: Callable[[], Compilation]
 
 
@@ -234,18 +236,18 @@ def _outlines(state: Compilation, target: Target, room: int | None = None) -> It
         freed += sum(results.get(works.nodes[number], 0) for number in sequel.results)
         return sum(results.values()) + int(_SURE * (sequel.peak_bytes - stays)) - freed
 
-    def ample(sequel: Sequel) -> bool:
-        return room is not None and least_of(sequel) <= room - int(
-            _AMPLE * (target.budget or Budget(0)).limit
-        )
+    def left(sequel: Sequel) -> float:
+        limit = max((target.budget or Budget(0)).limit, 1)
+        return (room - least_of(sequel)) / limit if room is not None else 0.0
 
     def outline(sequel: Sequel, with_time: bool) -> _Outline:
         sequence = partial(replace, sequel)
+        early = link is not None and with_time
         if link is not None and with_time:
             sequence = partial(prefetched, sequel, tasks, nbytes, link)
-        return _Outline(least_of(sequel), partial(_laid_out, state, target, works.nodes, sequence))
+        return _Outline(least_of(sequel), early, partial(_laid_out, state, target, works.nodes, sequence))
 
-    for alternatives in _frontier(tasks, order, nbytes, kept, link, own, new, ample):
+    for alternatives in _frontier(tasks, order, nbytes, kept, link, own, new, left):
         # With time for copies; or else, where none of these can be packed, in the least memory.
         yield from (outline(sequel, sequel.moves) for sequel in alternatives)
         yield from (outline(sequel, False) for sequel in alternatives if sequel.moves)
@@ -295,29 +297,42 @@ def _frontier(
     link: Link | None,
     own: Mapping[int, tuple[int, int | None]],
     new: frozenset[int],
-    ample: Callable[[Sequel], bool],
+    left: Callable[[Sequel], float],
 ) -> Iterator[Iterable[Sequel]]:
     """Sequences that take less and less memory. With a link, none for which a cheaper one takes no more.
 
     A search that may move values decides greedily, and can end with dearer sequences than one that may not.
-    Both go on after one that is `ample` only if more are asked for: those are the second part.
+    Both go on where enough is `left` of the budget only if more are asked for: those are the second part.
     """
     state = {value: new for value, (_, new) in own.items()}
     plain = sequels(tasks, order, nbytes, kept, state=state, new=new)
     if link is None:
         yield plain
         return
-    searches = (plain, sequels(tasks, order, nbytes, kept, link, state, new))
-    every: list[Sequel] = []
-    for search in searches:
-        for sequel in search:
-            every.append(sequel)
-            if ample(sequel):
-                break
-    first = _cheapest(every)
+    moving = sequels(tasks, order, nbytes, kept, link, state, new)
+    moved = list(_until_ample(moving, left))
+    # Without moves nothing takes less than this, and what follows is hardly ever cheaper.
+    lowest = Sequel((), (), least_peak(tasks, nbytes, kept, state, new), 0.0, ())
+    computed = list(_until_ample(_cheaper(plain, lowest, moved), left)) if left(lowest) >= 0 else []
+    first = _cheapest([*computed, *moved])
     yield first
-    every += chain(*searches)
-    yield [sequel for sequel in _cheapest(every) if not any(sequel is other for other in first)]
+    moved += moving
+    computed += _cheaper(plain, lowest, moved)
+    yield [sequel for sequel in _cheapest([*computed, *moved]) if not any(sequel is other for other in first)]
+
+
+def _until_ample(search: Iterable[Sequel], left: Callable[[Sequel], float]) -> Iterator[Sequel]:
+    """The sequences of a search until one leaves enough of the budget."""
+    for sequel in search:
+        yield sequel
+        if left(sequel) >= _AMPLE:
+            return
+
+
+def _cheaper(search: Iterable[Sequel], lowest: Sequel, others: Iterable[Sequel]) -> Iterator[Sequel]:
+    """The sequences of a search until another is cheaper that takes less than any of the search can."""
+    most = min((other.price for other in others if other.peak_bytes <= lowest.peak_bytes), default=math.inf)
+    return takewhile(lambda sequel: sequel.price <= most, search)
 
 
 def _cheapest(sequels: Sequence[Sequel]) -> list[Sequel]:
@@ -404,7 +419,9 @@ def _smallest(state: Compilation, outlines: Sequence[_Outline], target: Target) 
     """Of all ways to run the groups, that which takes the least memory."""
     best, least = state, taken_bytes(state, target)
     for outline in reversed(outlines):
-        if outline.least < least and (planned := _planned(outline, target, least - 1)):
+        if outline.early or outline.least >= least:
+            continue
+        if planned := _planned(outline, target, least - 1):
             best, least = planned, taken_bytes(planned, target)
     return best
 

@@ -45,7 +45,7 @@ def emit(state: Compilation, target: Target) -> Compilation:
         ),
         buffers=(*arenas[:1], *inputs, *outputs, *arenas[1:], *host),
         results=tuple(layout.buffers[node] for node in wanted),
-        shared=tuple(node not in layout.outputs or counts[node] > 1 for node in wanted),
+        shared=tuple(node.value is not None or counts[node] > 1 for node in wanted),
         lifetimes=tuple(layout.lifetimes),
         plan=plan,
         input_uses=layout.input_uses,

@@ -33,12 +33,11 @@ class _Uses:
         insort(self._ranges, (start, end, launch))
         self._longest = max(self._longest, end - start)
 
-    def overlapping(self, start: int, end: int) -> Iterator[int]:
+    def overlapping(self, start: int, end: int) -> list[int]:
         """The launches that access any of these bytes."""
-        first = bisect_left(self._ranges, (start - self._longest,))
-        for _, last, launch in self._ranges[first : bisect_left(self._ranges, (end,))]:
-            if start < last:
-                yield launch
+        ranges = self._ranges
+        near = ranges[bisect_left(ranges, (start - self._longest,)) : bisect_left(ranges, (end,))]
+        return [launch for _, last, launch in near if start < last]
 
     def forget_inside(self, start: int, end: int) -> None:
         """Drop the ranges inside of another range."""
@@ -72,7 +71,7 @@ def orderings(touched: Sequence[Touched], aliases: Mapping[int, Collection[int]]
             written[memory].add(start, end, number)
         needed: list[int] = []
         reached = 0
-        for other in sorted(earlier - {number}, reverse=True):
+        for other in sorted(earlier, reverse=True):
             if not reached >> other & 1:
                 needed.append(other)
                 reached |= before[other] | 1 << other

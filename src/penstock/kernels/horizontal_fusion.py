@@ -32,8 +32,9 @@ _GROUP = ir.Var("group")  # the index of the workgroup in the whole launch
 
 def kind(group: Group, lowering: Lowering | None, capabilities: Capabilities) -> Hashable | None:
     """A key that is equal for groups whose kernels may share a launch; None for groups that may not."""
-    few_rows = any(node.primitive.few_rows for node in group.nodes)
-    if lowering is None or lowering.function is not None or not (group.kind.has_loops or few_rows):
+    if lowering is None or lowering.function is not None:
+        return None
+    if not (group.kind.has_loops or any(node.primitive.few_rows for node in group.nodes)):
         return None
     if not dialect_of(capabilities).pointers:
         return None

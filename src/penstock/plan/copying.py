@@ -8,7 +8,7 @@ but also for what has to leave before there is room for what they write.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -53,7 +53,8 @@ class Timing:
     def _simulated(self) -> float:
         busy = 0.0  # how long kernels run, slowed by copies beside them
         for at, run in enumerate(self._runs):
-            self._make_room(at)
+            if self._leaving:
+                self._make_room(at)
             if run.task >= 0:
                 price = self._tasks[run.task].price or 0.0
                 busy += price
@@ -95,16 +96,14 @@ class Timing:
     def _fetch(self, at: int, size: int) -> None:
         there, sent_by = self._there[self._runs[at].reads[0]]
         earliest, first = max(there, self._fetched), at
-        while first - 1 > sent_by and self._begins[first] > earliest and self._fits(first - 1, size):
+        begins, load, most = self._begins, self._load, self._room - size
+        while first - 1 > sent_by and begins[first] > earliest and load[first - 1] <= most:
             first -= 1
-            self._load[first] += size
+            load[first] += size
         takes = size * self._link.byte
         self._fetches.append((first, at, takes))
         self._fetched = max(self._begins[first], earliest) + takes
         self._now = max(self._now, self._fetched)
-
-    def _fits(self, at: int, size: int) -> bool:
-        return self._load[at] + size <= self._room
 
     def fetches(self) -> dict[int, list[int]]:
         """By run: the fetches, as runs, that begin before it. As late as nothing waits longer for them."""
@@ -136,6 +135,12 @@ class Traffic:
         self._first = np.array([window.first for window in windows], int)
         self._last = np.array([window.last for window in windows], int)
         self._takes = np.array([window.takes for window in windows], float)
+        # Sorted, and beside them how early those begin that end after each, and the other way round.
+        by_last, by_first = self._last.argsort(), self._first.argsort()
+        self._lasts, self._firsts = self._last[by_last].tolist(), self._first[by_first].tolist()
+        earliest = np.minimum.accumulate(self._first[by_last][::-1])[::-1]
+        latest = np.maximum.accumulate(self._last[by_first])
+        self._earliest, self._latest = [*earliest.tolist(), len(until)], [-1, *latest.tolist()]
         self._waits: dict[Window, float] = {}  # by window: moments of a parameter have the same
 
     def wait(self, window: Window) -> float:
@@ -147,8 +152,8 @@ class Traffic:
     def _waited(self, window: Window) -> float:
         inside = (self._first >= window.first) & (self._last <= window.last)
         beside = (self._first < window.last) & (self._last > window.first)
-        first = min(window.first, int(self._first[beside].min(initial=window.first)))
-        last = max(window.last, int(self._last[beside].max(initial=window.last)))
+        first = min(window.first, self._earliest[bisect_right(self._lasts, window.first)])
+        last = max(window.last, self._latest[bisect_left(self._firsts, window.last)])
         free = min(
             self._time(window.first, window.last) - float(self._takes[inside].sum()),
             self._time(first, last) - float(self._takes[beside].sum()),

@@ -41,6 +41,8 @@ class Deals:
         """`idle`: what may be dropped there."""
         self._search, self._best, self._dropped, self._idle = search, best, dropped, idle
         self._at = int(best.load.argmax())
+        self._beside: dict[tuple[int, int], list[Gap]] = {}
+        self._there: dict[tuple[int, int], bool] = {}
 
     def of(self, value: int, place: int) -> Deal | None:
         """The best deal for a value that is needed again at a place; None: it would free nothing."""
@@ -71,8 +73,11 @@ class Deals:
 
     def beside(self, task: int, place: int) -> list[Gap]:
         """The results of a task that may be dropped until a place, or longer."""
-        gaps = [self._idle[value] for value in self._search.tasks[task].writes if value in self._idle]
-        return [gap for gap in gaps if self._search.next_use(gap) >= place]
+        if (gaps := self._beside.get((task, place))) is None:
+            idle = [self._idle[value] for value in self._search.tasks[task].writes if value in self._idle]
+            gaps = [gap for gap in idle if self._search.next_use(gap) >= place]
+            self._beside[task, place] = gaps
+        return gaps
 
     def may_stay(self, value: int) -> bool:
         """Whether a value can stay beyond its last use."""
@@ -84,6 +89,11 @@ class Deals:
 
         If its task has other results, these may be what it is computed again for, and gone by then.
         """
+        if (there := self._there.get((value, place))) is None:
+            there = self._there[value, place] = self._is_there(value, place, end)
+        return there
+
+    def _is_there(self, value: int, place: int, end: int) -> bool:
         search = self._search
         if not search.temporary[value] or self._best.is_live(value, end):
             return True
@@ -98,7 +108,7 @@ class _Closure:
     def __init__(self, deals: Deals, place: int, end: int, rate: float) -> None:
         self._deals, self._place, self._end, self._rate = deals, place, end, rate
         self.tasks: dict[int, None] = {}
-        self.stays: set[int] = set()
+        self.stays: dict[int, None] = {}
 
     def added(self, number: int, most: float) -> float:
         """Add a task, with the cheapest way to have what it reads; its cost, infinite if more than `most`."""
@@ -118,10 +128,17 @@ class _Closure:
             if writer in self.tasks:
                 continue
             keep = self._rate * search.nbytes[value] if self._deals.may_stay(value) else math.inf
-            before = dict(self.tasks), set(self.stays)
+            tasks, stays = len(self.tasks), len(self.stays)
             again = self.added(writer, min(keep, most - total))
             if keep < again:
-                self.tasks, self.stays = before
-                self.stays.add(value)
+                _cut(self.tasks, tasks)
+                _cut(self.stays, stays)
+                self.stays[value] = None
             total += min(keep, again)
         return total if total <= most else math.inf
+
+
+def _cut(numbers: dict[int, None], count: int) -> None:
+    """Leave only the first so many."""
+    while len(numbers) > count:
+        numbers.popitem()

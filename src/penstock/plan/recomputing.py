@@ -11,8 +11,9 @@ one before. They do not depend on any budget, so that a smaller budget never tak
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -68,6 +69,7 @@ def sequels(
     tried = _Tried(search)
     dropped: dict[Gap, Drop] = {}
     stays: frozenset[int] = frozenset()  # values that stay beyond their last use, for what is computed again
+    useless = set[Hashable]()  # what was tried to drop since the last that helped: others may be the same
     possible = search.choices(best, dropped)
     width = len(possible)  # the most that are tried together: fewer after that has failed
     for _ in range(_MOST_TRIES):
@@ -79,15 +81,20 @@ def sequels(
         freed = np.cumsum([choice.freed for choice in choices])
         several = choices[: min(1 + int(freed.searchsorted(step)), width)]
         for chosen in (several, choices[:1]) if len(several) > 1 else (several,):
-            trial_drops = {**dropped, **{gap: each.drop for each in chosen for gap in (each.gap, *each.also)}}
+            drops = {gap: each.drop for each in chosen for gap in (each.gap, *each.also)}
+            trial_drops = {**dropped, **drops}
             trial_stays = stays.union(*(choice.stays for choice in chosen))
-            trial = search.unfolded(trial_drops, trial_stays)
-            price = sum(map(tried.price, chosen))
+            most = best.price + _DEAR * sum(map(tried.price, chosen))
+            trial, key = None, (frozenset(drops.items()), trial_stays)
+            if key not in useless:  # what a single choice costs has to be known
+                trial = search.unfolded(trial_drops, trial_stays, most if len(chosen) > 1 else math.inf)
             improves = trial is not None and trial.improves(best)
-            if trial is not None and improves and trial.price <= best.price + _DEAR * price:
+            if trial is not None and improves and trial.price <= most:
                 best, dropped, stays = trial, trial_drops, trial_stays
                 width = 2 * len(chosen)
                 break
+            if trial is not None and not improves:
+                useless.add(key)
             width = max(len(chosen) // 2, 1)
         else:
             if trial is None or not improves:
@@ -97,10 +104,24 @@ def sequels(
             width = len(possible)
             continue
         tried.changed = True
+        useless.clear()
         possible = search.choices(best, dropped)
         if best.peak < lowest:
             lowest = best.peak
             yield best.sequel
+
+
+def least_peak(
+    tasks: Sequence[Task], nbytes: Sequence[int], kept: frozenset[int], state: State, new: frozenset[int]
+) -> int:
+    """Bytes below which no peak is without moves: all that a task reads and writes is there while it runs."""
+    made = {value for task in tasks for value in task.writes} - kept
+
+    def needed(task: Task) -> int:
+        over = {value for value, over in zip(task.writes, task.over, strict=False) if over}
+        return sum(nbytes[value] for value in made & {*task.reads, *task.writes} - over) + task.scratch
+
+    return max(map(needed, tasks), default=0) + sum(nbytes[value] for value in (*state, *new))
 
 
 class _Tried:
@@ -171,8 +192,19 @@ class Search:
                 self.uses.setdefault(value, []).append(place)
             for value in tasks[number].replaces:
                 self.replaced[value] = place
+        self.replaced_reads = [  # by task: those of these that it reads
+            [(value, self.replaced[value]) for value in task.reads if value in self.replaced]
+            for task in tasks
+        ]
         self.least = 1  # bytes of what may be dropped
         self.temporary = [value not in kept and value in self.writer for value in range(len(nbytes))]
+        # The places after which temporaries are gone, and what is by place.
+        self.end = [len(order)] * len(nbytes)
+        self._ends: list[list[int]] = [[] for _ in order]
+        for value, places in self.uses.items():
+            if self.temporary[value]:
+                self.end[value] = places[-1]
+                self._ends[places[-1]].append(value)
         runs = [Run(number, task.reads, task.writes) for number, task in enumerate(tasks)]
         self.plain = [runs[number] for number in order]  # where nothing is dropped
         self.accesses = Accesses(tasks, order, nbytes, self.temporary)
@@ -180,23 +212,27 @@ class Search:
 
     # Sequences
 
-    def unfolded(self, dropped: dict[Gap, Drop], stays: frozenset[int]) -> Unfolded | None:
-        """The order with what was dropped brought back; None where something may not run twice."""
+    def unfolded(
+        self, dropped: dict[Gap, Drop], stays: frozenset[int], most: float = math.inf
+    ) -> Unfolded | None:
+        """The order with what was dropped brought back.
+
+        None where something may not run twice, or where what does alone costs more than `most`.
+        """
         new = frozenset(value for value in self.new if self.last_gap(value) in dropped)
         state = Unfolding(self, frozenset(gap.value for gap in dropped if gap.use < 0), new, stays)
         leaving = self._leaving(dropped)
         current = state.current
-        for place in sorted(
-            {place for value in {gap.value for gap in dropped} for place in self.uses[value]}
-        ):
+        for place in self._places(dropped):
             state.run_until(place)
-            number = self.order[place]
-            task = self.tasks[number]
+            task = self.tasks[self.order[place]]
             made: list[int] = []
             for value in task.reads:
                 if current.get(value, value) < 0:
                     closure = self._closure(value, state, place)
-                    if closure is None or state.repeats > _MOST_REPEATS * len(self.order):
+                    if closure is None or state.work > most:
+                        return None
+                    if state.repeats > _MOST_REPEATS * len(self.order):
                         return None
                     for step in closure:
                         made += state.bring_back(step, place)
@@ -205,13 +241,13 @@ class Search:
                 if how is Drop.MOVE:
                     state.send(value, place)
                 current[value] = -1
-            for value in current.keys() & self._touched[number]:
-                if self.temporary[value] and self.uses[value][-1] == place and value not in stays:
+            for value in self._ends[place]:
+                if value in current and value not in stays:
                     current[value] = -1
             for value in made:
-                later = self.uses[value][-1] > place
-                since = dropped.get(Gap(value, bisect_right(self.uses[value], place) - 1))
-                if not later or since in (Drop.ALWAYS, Drop.MOVE):
+                uses = self.uses[value]
+                since = dropped.get(Gap(value, bisect_right(uses, place) - 1))
+                if uses[-1] <= place or since is Drop.ALWAYS or since is Drop.MOVE:
                     current[value] = -1
         state.run_until(len(self.order))
         return Unfolded(self, state)
@@ -219,6 +255,13 @@ class Search:
     def price(self, unfolded: Unfolded) -> float:
         """How much longer a sequence takes than the order."""
         return elapsed(unfolded, self.tasks, self.nbytes, self._link) - float(self._until[-1])
+
+    def _places(self, dropped: dict[Gap, Drop]) -> list[int]:
+        """The places at which something is used from the first time on that it is dropped."""
+        first: dict[int, int] = {}
+        for value, use in dropped:
+            first[value] = max(min(use, first.get(value, use)), 0)
+        return sorted(set().union(*(self.uses[value][use:] for value, use in first.items())))
 
     def _leaving(self, dropped: dict[Gap, Drop]) -> dict[int, list[tuple[int, Drop]]]:
         """What is dropped after its use at each place."""
@@ -239,26 +282,28 @@ class Search:
         hosted = state.hosted
         if value in hosted:
             return [~value]
-        result: dict[int, None] = {}
+        result: list[int] = []
         there: set[int] = set()
-        stack = [self.writer[value]]
+        stack = [(self.writer[value], iter(self.tasks[self.writer[value]].reads))]
         while stack:
-            number = stack[-1]
+            number, reads = stack[-1]
             task = self.tasks[number]
             if task.price is None:
                 return None
-            missing = next((v for v in task.reads if v not in there and state.is_gone(v, place)), None)
-            if missing is not None and missing in hosted:
-                result[~missing] = None
+            for missing in reads:
+                if missing in there or not state.is_gone(missing, place):
+                    continue
+                if missing not in hosted:
+                    writer = self.writer[missing]
+                    stack.append((writer, iter(self.tasks[writer].reads)))
+                    break
+                result.append(~missing)
                 there.add(missing)
-                continue
-            if missing is not None:
-                stack.append(self.writer[missing])
-                continue
-            stack.pop()
-            result[number] = None
-            there.update(task.writes)
-        return list(result)
+            else:
+                stack.pop()
+                result.append(number)
+                there.update(task.writes)
+        return result
 
     # What to drop
 

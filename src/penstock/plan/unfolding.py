@@ -31,7 +31,16 @@ class Accesses:
         self.size = np.array(nbytes, np.int64)
         self.temporary = np.array(temporary, bool)
         self.scratch = np.array([tasks[number].scratch for number in order], np.int64)
-        self.over = [place for place, number in enumerate(order) if any(tasks[number].over)]
+        # By task, its results that may overwrite what it reads: number, bytes, and which reads are as large.
+        self.over = [
+            [
+                (at, nbytes[value], positions)
+                for at, (value, over) in enumerate(zip(task.writes, task.over, strict=False))
+                if (positions := [k for k in over if nbytes[task.reads[k]] >= nbytes[value]])
+            ]
+            for task in tasks
+        ]
+        self.over_at = [place for place, number in enumerate(order) if self.over[number]]
 
 
 class Unfolded:
@@ -77,16 +86,10 @@ class Unfolded:
         same[unfolding.changed] = False
         kept = same[accesses.read_at]
         np.maximum.at(last, accesses.read[kept], main[accesses.read_at[kept]])
+        np.maximum.at(last, np.array(unfolding.read, np.int64), np.array(unfolding.read_at, np.int64))
         born[accesses.written] = main[accesses.written_at]
-        last = np.maximum(last, born)
-        runs = [(at, self.runs[at]) for at in unfolding.added]
-        writes = [(number, at) for at, run in runs if run.task != OUT for number in run.writes]
-        reads = [(number, at) for at, run in runs for number in run.reads]
-        numbers, ats = np.array(writes, np.int64).reshape(-1, 2).T  # without those of the host
-        born[numbers] = ats
-        numbers, ats = np.array(writes + reads, np.int64).reshape(-1, 2).T
-        np.maximum.at(last, numbers, ats)
-        return born, last
+        born[self._first_copy :] = unfolding.born
+        return born, np.maximum(last, born)
 
     def _counts(self) -> npt.NDArray[np.bool_]:
         """Which values take memory: not those of the caller, unless they are recomputed or moved."""
@@ -109,23 +112,22 @@ class Unfolded:
         for at in again:
             result[at] += self._search.tasks[self.runs[at].task].scratch
         counted = self._counted.tolist()
-        for at in (*self.main[accesses.over].tolist(), *again):
-            result[at] -= self._taken_over(at, counted)
+        for at in (*self.main[accesses.over_at].tolist(), *again):
+            if taken := self._taken_over(at, counted):
+                result[at] -= taken
         return result
 
     def _taken_over(self, at: int, counted: list[bool]) -> int:
         """The bytes of results that take over the memory of what their task reads."""
-        run, nbytes, value_of = self.runs[at], self._search.nbytes, self.value_of
+        task, reads, writes = self.runs[at]
         total = 0
         taken: set[int] = set()
-        for number, over in zip(run.writes, self._search.tasks[run.task].over, strict=False):
-            if not over or not counted[number]:
+        for result, size, positions in self._search.accesses.over[task]:
+            if not counted[writes[result]]:
                 continue
-            size = nbytes[value_of[number]]
-            for position in over:
-                given = run.reads[position]
-                fits = nbytes[value_of[given]] >= size and given not in taken
-                if fits and counted[given] and self.last[given] == at:
+            for position in positions:
+                given = reads[position]
+                if self.last[given] == at and counted[given] and given not in taken:
                     taken.add(given)
                     total += size
                     break
@@ -215,12 +217,16 @@ class Unfolding:
         self.runs: list[Run] = []
         self.places: list[int] = []
         self.main = [0] * len(search.order)
-        self.added: list[int] = []  # runs that differ from those of the order
         self.changed: list[int] = []  # places of runs that read other copies
+        # What runs that are not in the order read, and where.
+        self.read: list[int] = []
+        self.read_at: list[int] = []
+        self.born: list[int] = []  # the runs that write copies; -1 of those at the host
         self._done = 0
         self.value_of = list(range(len(search.nbytes)))
         self.again: dict[int, list[int]] = {}
         self.repeats = 0
+        self.work = 0.0  # of these
         self.late: set[int] = set()  # inputs that are read after a result could have overwritten them
 
     def is_gone(self, value: int, place: int) -> bool:
@@ -228,8 +234,7 @@ class Unfolding:
         number = self.current.get(value)
         if number is not None:
             return number < 0
-        search = self._search
-        return search.temporary[value] and search.uses[value][-1] < place and value not in self._stays
+        return self._search.end[value] < place and value not in self._stays
 
     def run_until(self, place: int) -> None:
         """Run what stands before a place as it is."""
@@ -243,9 +248,9 @@ class Unfolding:
         """Run what stands at a place, with these copies of what it reads."""
         run = self._search.plain[place]
         if reads != run.reads:
-            run = run._replace(reads=reads)
+            run = Run(run.task, reads, run.writes)
             self.changed.append(place)
-            self.added.append(len(self.runs))
+            self._note(reads)
         self.main[place] = len(self.runs)
         self.runs.append(run)
         self.places.append(place)
@@ -253,20 +258,22 @@ class Unfolding:
 
     def bring_back(self, step: int, place: int) -> list[int]:
         """Rerun a task, or fetch the value `~step`; returns the values that were missing."""
+        current = self.current
         if step < 0:
-            written: tuple[int, ...] = (~step,)
-            copies = self._add(IN, (self.hosted[~step],), written, place)
-        else:
-            task = self._search.tasks[step]
-            self.late.update(v for v in task.reads if self._search.replaced.get(v, place) < place)
-            self.again.setdefault(step, []).append(len(self.runs))
-            self.repeats += 1
-            written = task.writes
-            copies = self._add(step, tuple(self.current.get(v, v) for v in task.reads), written, place)
+            (current[~step],) = self._add(IN, (self.hosted[~step],), (~step,), place)
+            return [~step]
+        task = self._search.tasks[step]
+        for value, until in self._search.replaced_reads[step]:
+            if until < place:
+                self.late.add(value)
+        self.again.setdefault(step, []).append(len(self.runs))
+        self.repeats += 1
+        self.work += task.price or 0.0
+        copies = self._add(step, tuple([current.get(v, v) for v in task.reads]), task.writes, place)
         made = []
-        for copy, value in zip(copies, written, strict=True):
+        for copy, value in zip(copies, task.writes, strict=True):
             if self.is_gone(value, place):
-                self.current[value] = copy
+                current[value] = copy
                 made.append(value)
         return made
 
@@ -279,7 +286,13 @@ class Unfolding:
         """Add a run that writes copies of values; returns their indices."""
         new = tuple(range(len(self.value_of), len(self.value_of) + len(values)))
         self.value_of += values
-        self.added.append(len(self.runs))
+        self.born += [-1 if task == OUT else len(self.runs)] * len(new)
+        self._note(reads)
         self.runs.append(Run(task, reads, new))
         self.places.append(place)
         return new
+
+    def _note(self, reads: tuple[int, ...]) -> None:
+        """Note what the next run reads."""
+        self.read += reads
+        self.read_at += [len(self.runs)] * len(reads)
