@@ -69,10 +69,16 @@ class HostProgram:
             )
             for node in self.nodes
         ]
-        *before, last = self._steps
-        alone = last.kind is not None and len(wanted) == 1 and not any(step.given for step in before)
         # The same as `run` from inputs in the device's own memory; None if the device still uses one of them.
-        self.run_in_place = self._run_alone(last) if alone else self._run_in_place
+        self.run_in_place = self._run_alone(self._steps[-1]) if self._is_alone else self._run_in_place
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether it is one operation, on inputs and constants, that is written where its result stays."""
+        if len(self._wanted) > 1 or not self._steps:  # where all values are inputs, nothing is computed
+            return False
+        *before, last = self._steps
+        return last.kind is not None and not any(step.given for step in before)
 
     def _call(self, node: Node, structure: Structure) -> Callable[..., Any]:
         """What computes a node: see `_Step`."""
