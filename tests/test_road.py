@@ -69,12 +69,16 @@ class Counted:
             self.calls += 1
 
 
+def small(device: Device) -> ps.Tensor:
+    return ps.asarray(np.linspace(1, 2, 64, dtype=np.float32).reshape(8, 8), device=device)
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_that_is_known_is_a_launch_and_a_buffer(
     device: Device, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     operation = OPERATIONS[name]
-    x = ps.asarray(np.linspace(1, 2, 64, dtype=np.float32).reshape(8, 8), device=device)
+    x = small(device)
     counted = Counted(device, monkeypatch)
     for _ in range(12):
         operation(x).realize()
@@ -95,7 +99,7 @@ def test_a_function_that_is_known_is_a_node(
     device: Device, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     function = FUNCTIONS[name]
-    x = ps.asarray(np.linspace(1, 2, 64, dtype=np.float32).reshape(8, 8), device=device)
+    x = small(device)
     function(x)
     counted = Counted(device, monkeypatch)
     assert counted.of(lambda: function(x)) <= MOST_TO_RECORD

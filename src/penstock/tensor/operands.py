@@ -56,7 +56,7 @@ def as_tensors(name: str, *values: Any) -> list[Tensor]:
         if isinstance(value, np.ndarray):
             value = constant(value, device_of(name, *values))
         elif not isinstance(value, Tensor):
-            device_of(name, *values)
+            device_of(name, *values)  # its error comes first
             raise TypeError(f"{name} takes tensors and NumPy arrays, and {type(value).__name__} was given")
         tensors.append(value)
     return tensors
