@@ -345,7 +345,7 @@ def test_nvrtc_takes_a_step(tensor_cores: bool) -> None:
     assert "COMES_LAST" in text
     assert compile_text(text, "sm_90").startswith(b"\x7fELF")
     if tensor_cores:  # pages are read while earlier launches compute queries, keys and values
-        early, waits, late = source.text.partition("WAIT_FOR_EARLIER;")
+        early, waits, _ = source.text.partition("WAIT_FOR_EARLIER;")
         assert waits
         assert "in3 + " in early
         assert all(f"in{operand} + " not in early and f"in{operand}[" not in early for operand in range(3))

@@ -94,7 +94,7 @@ class _Operands:
         self._pages, self._table, self._positions, self._flags = memories
 
     def wait(self, k: KernelBuilder) -> None:
-        """See `Step`. Pages are written in the kernel itself, at positions that it does not read, or before."""
+        """See `Step`. Who writes pages meanwhile is the kernel itself, at positions that it does not read."""
         k.wait_for_earlier((self._pages, self._table, self._positions, self._flags))
 
     def begin(self, k: KernelBuilder, sizes: Sizes, unit: Unit, threads: int, padded: int) -> None:
