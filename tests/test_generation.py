@@ -277,6 +277,22 @@ def test_there_is_a_program_for_each_bucket_and_not_for_each_length() -> None:
     assert all(len(program._captured) == 1 for _, program in decoder.programs)
 
 
+@pytest.mark.parametrize("case", ["llama", "gemma2", "gpt2"])
+def test_of_the_last_layer_only_the_last_positions_of_prompts_are_computed(case: str) -> None:
+    config = cases.CONFIGS[case]
+    model = ps.models.build(config, device="opencl:0")
+    prompts = [[1] * 9, [2] * 5]
+    model.generate(prompts, 2, temperature=0)
+    (schedule,) = (
+        program.schedules()[0] for bucket, program in model._decoders._idle.programs if bucket.length
+    )
+    hidden = config.get("intermediate_size", 4 * config.get("n_embd", 0))
+    nodes = [node for step in schedule.groups for node in step.group.nodes]
+    rows = [node.size // hidden for node in nodes if node.primitive.name == "matmul" and hidden in node.shape]
+    layers = len(model.blocks)
+    assert sorted(rows) == [2] * (len(rows) // layers) + [2 * 16] * (len(rows) - len(rows) // layers)
+
+
 @pytest.mark.parametrize("device", ["host", "opencl:0"])
 def test_pages_are_written_in_place_and_given_back(device: str) -> None:
     model = ps.models.build(SIZES, device=device)

@@ -361,9 +361,8 @@ class Decoder:
         rows = ids.shape[0]
         attention = PagedAttention(self._caches, table, starts, counts, firsts, length, fresh, self.context)
         features = self._network.run(self._in_vocabulary(ids), attention)
-        flat = reshape(features, (rows * length, features.shape[-1]))
-        last = arange(rows, dtype=int32, device=ids.device) * length + maximum(counts - 1, 0)
-        ended = (looked_up(flat, last), where(ends > 0, slots, -1), starts + counts)
+        last = reshape(features, (rows, features.shape[-1]))
+        ended = (last, where(ends > 0, slots, -1), starts + counts)
         return self._chosen(*ended, True, numbers, seeds, needs)
 
     def _take_token(
