@@ -246,6 +246,11 @@ def test_generation_config_is_the_default(model: LanguageModel) -> None:
     ("prompts", "options", "message"),
     [
         ([50], {}, r"token ids from 0 to 39, and \[50\] was given"),
+        ([[1], [2, -1]], {}, r"token ids from 0 to 39, and \[2, -1\] was given"),
+        ([[1, 1 << 40]], {}, r"token ids from 0 to 39, and \[1, 1099511627776\] was given"),
+        (np.array([[1.5, 2.0]]), {}, r"token ids from 0 to 39, and \[1.5, 2.0\] was given"),
+        ([1, "text"], {}, r"token ids from 0 to 39, and \[1, 'text'\] was given"),
+        ([[]], {}, r"token ids from 0 to 39, and \[\] was given"),
         ("text", {}, "the model has no tokenizer"),
         ([1], {"stop": "x"}, "stop strings need a tokenizer"),
         ([1], {"min_p": 2.0}, r"min_p is in \[0, 1\], and 2.0"),

@@ -130,7 +130,7 @@ class PagedAttention(Attention):
         firsts = reshape(firsts, (rows, 1))
         super().__init__(positions, maximum(firsts, positions + 1))
         self._caches, self._table, self._fresh = caches, table, fresh
-        self._last = self
+        self._last: Attention = self
         if length > 1:
             end = minimum(maximum(last, 0), min(context, reach) - 1)
             self._last = Attention(end, maximum(firsts, end + 1))

@@ -118,8 +118,9 @@ def numbers_of(settings: Sequence[Sampling]) -> npt.NDArray[np.float32]:
 
 def seed_words(seed: int | None) -> npt.NDArray[np.uint32]:
     """Two words of a seed; without a seed, of the system's random numbers."""
-    given = int.from_bytes(os.urandom(8)) if seed is None else seed
-    return np.random.SeedSequence(given).generate_state(2, np.uint32).astype(np.uint32)
+    if seed is None:
+        return np.frombuffer(os.urandom(8), np.uint32)
+    return np.random.SeedSequence(seed).generate_state(2, np.uint32).astype(np.uint32)
 
 
 def sample(
