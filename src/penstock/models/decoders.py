@@ -80,10 +80,7 @@ class _Again(NamedTuple):
 
 
 class Decoder:
-    """Memory for keys and values of up to `slots` sequences at a time.
-
-    That is `pages` pages, or as many as there can be.
-    """
+    """Memory for keys and values of up to `slots` sequences: `pages` pages, or as many as there can be."""
 
     def __init__(self, model: LanguageModel, slots: int, pages: int) -> None:
         weight = model.head_weight
@@ -295,7 +292,7 @@ class Decoder:
         """The settings of sequences on the device, for so many rows."""
         settings = [sequence.setting for sequence in sequences]
         if self._known_settings is None or self._known_settings[:2] != (settings, rows):
-            self._known_settings = settings, rows, self._kept("numbers", _settings(settings, rows))
+            self._known_settings = settings, rows, self._kept("numbers", numbers_of(settings, rows))
         return self._known_settings[2]
 
     def _kept(self, name: str, array: npt.NDArray[Any]) -> Tensor:
@@ -354,7 +351,7 @@ class Decoder:
     def _compiling(self, program: Any, chosen: Bucket) -> Callable[[], None]:
         """What compiles the kernels of a program, in any thread."""
         given = [self._empty(array.shape, int32) for array in self._arrays(chosen)]
-        given.append(self._empty(_settings((), chosen.rows).shape, float32))
+        given.append(self._empty(numbers_of((), chosen.rows).shape, float32))
         if not chosen.length:
             given.append(self._empty((chosen.rows, 2), uint32))
         with no_grad(), evaluating():
@@ -451,11 +448,6 @@ class Decoder:
 def _parted(given: Any, length: int) -> tuple[Any, ...]:
     """The parts of what a step of prompts is given: ids, the numbers of each row, and the table of pages."""
     return given[:, :length], given[:, length : length + _CONTROL], given[:, length + _CONTROL :]
-
-
-def _settings(settings: Sequence[Sampling], rows: int) -> npt.NDArray[Any]:
-    """The settings of sequences, for so many rows."""
-    return numbers_of([*settings, *[Sampling()] * (rows - len(settings))])
 
 
 def _place(slot: int, position: int) -> int:
