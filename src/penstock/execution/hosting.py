@@ -190,10 +190,10 @@ def side_by_side(
     numbers: list[int] = []
     offsets: list[int] = []
     total = 0
-    step = _alignment(capabilities)
+    step, most = _alignment(capabilities), capabilities.max_arena_bytes
     for number, size in enumerate(sizes):
         nbytes = -(-size // step) * step
-        if numbers and total + nbytes > capabilities.max_arena_bytes:
+        if numbers and total + nbytes > most:
             yield numbers, offsets, total
             numbers, offsets, total = [], [], 0
         numbers.append(number)
