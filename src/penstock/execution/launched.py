@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 from penstock.compiler.schedule import Copy, Schedule
 from penstock.errors import OutOfDeviceMemory
 from penstock.execution.hosting import on_device
+from penstock.kernels.concatenation import Call
 from penstock.kernels.source import ALIGNMENT
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 from penstock.stream.program import CopyEnds, Program
-from penstock.stream.queue import Uses
+from penstock.stream.queue import BufferSizes, Uses
 from penstock.stream.recorder import Launch
 
 _native = attrgetter("native")
@@ -32,7 +33,18 @@ class DirectLaunch:
     constants: Sequence[int]
 
 
-def direct_run(launch: DirectLaunch, schedule: Schedule, device: Device) -> RunProgram:
+def direct_launch(call: Call, launch: tuple[Any, Any, Any, list[Any]], schedule: Schedule) -> DirectLaunch:
+    """A call of a schedule as such a launch; `launch` is its kernel, grid, group and arguments."""
+    kernel, grid, group, args = launch
+    slots = [slot for slot, _ in call.locations]
+    sizes = BufferSizes(schedule.buffers[slot].nbytes for slot in slots)
+    scalars = args[len(slots) : len(args) - len(call.constants)]
+    # By a slice, an item getter gives a sequence of a single buffer too.
+    touched = itemgetter(*slots) if len(slots) > 1 else itemgetter(slice(slots[0], slots[0] + 1))
+    return DirectLaunch((kernel, grid, group, sizes), touched, scalars, call.constants)
+
+
+def _direct_run(launch: DirectLaunch, schedule: Schedule, device: Device) -> RunProgram:
     """What runs a program that is a single launch with one output, while `device.running` is held.
 
     All arguments are set each time: there is nothing to compare, and little between a call and its launch.
@@ -63,9 +75,16 @@ def direct_run(launch: DirectLaunch, schedule: Schedule, device: Device) -> RunP
 
 
 def direct_runs(
-    launches: Sequence[DirectLaunch], schedule: Schedule, device: Device, arenas: Callable[[], list[Buffer]]
+    launches: Sequence[DirectLaunch],
+    schedule: Schedule,
+    device: Device,
+    arenas: Callable[[], list[Buffer]],
+    has_arenas: bool,
 ) -> RunProgram:
-    """The same for a few launches, with any number of outputs, and temporaries in `arenas`."""
+    """The same for a few launches, with any number of outputs; `has_arenas`: temporaries are in `arenas`."""
+    simple = len(launches) == len(schedule.outputs) == 1 and {*schedule.results} == {*schedule.outputs}
+    if simple and not has_arenas:
+        return _direct_run(launches[0], schedule, device)
     steps = [
         (device.stream.launcher(launch.command), launch.touched, launch.scalars, launch.constants)
         for launch in launches
