@@ -64,7 +64,7 @@ def on_disk(device: Device, monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def compiled_ahead(device: Device, on_disk: set[str], tensor: ps.Tensor) -> None:
     """Compile the kernels of the single operations of an expression, but not its fused kernels."""
     kernels = KernelCache(device)
-    target = Target(device.name, device.capabilities, kernels.shared_lowering, fuses=False)
+    target = Target(device.name, device.capabilities, kernels.lowering, apart=kernels.shared_lowering)
     structure = Structure([tensor._node], device.capabilities)
     schedule = compile_graph(*prepare(structure.wanted, structure.inputs), structure.numbers, target)
     for step in schedule.groups:
@@ -127,7 +127,7 @@ def test_products_that_exist_before_have_the_bits_of_the_best(
 @pytest.mark.slow
 def test_few_kernels_serve_products_of_all_sizes(device: Device) -> None:
     kernels = KernelCache(device)
-    target = Target(device.name, device.capabilities, kernels.shared_lowering, fuses=False)
+    target = Target(device.name, device.capabilities, kernels.lowering, apart=kernels.shared_lowering)
 
     def name(node: Node) -> str:
         inputs = [leaf for leaf in topological([node]) if leaf.value is not None]

@@ -11,22 +11,25 @@ from penstock.compiler.compilation import Compilation
 from penstock.compiler.target import Target
 from penstock.drivers.driver import Capabilities
 from penstock.fusion.bounding import bounded
-from penstock.fusion.column_reductions import column_units
+from penstock.fusion.column_reductions import column_units, is_column_part
 from penstock.fusion.groups import Group, partition
+from penstock.fusion.kinds import GroupKind
 from penstock.fusion.panels import lay_out_panels
 from penstock.fusion.products import by_library
 from penstock.fusion.splitting import split
 from penstock.fusion.views import base
 from penstock.graph.channels_last import channels_last
 from penstock.graph.linear import few_rows
-from penstock.graph.node import Node
+from penstock.graph.node import Kind, Node
 from penstock.graph.quantization import computes_row
-from penstock.graph.separate import separate
+from penstock.graph.separate import NotSeparable, separate
 from penstock.graph.sums import join_sums
 from penstock.graph.unstack import unstack
 from penstock.graph.vectors import vectors_as_sums
 from penstock.kernels.horizontal_fusion import MOST_CALLS, kind
 from penstock.kernels.lower import fusible
+from penstock.kernels.lowering.blocks import depends_on_order
+from penstock.kernels.lowering.values import computed_dtype
 from penstock.plan.order import Work, ordered
 from penstock.plan.overlap import in_time, overlapped
 from penstock.plan.turns import in_turns
@@ -61,8 +64,47 @@ def split_long(state: Compilation, target: Target) -> Compilation:
 
 
 def keep_apart(state: Compilation, target: Target) -> Compilation:
-    """Prevent fusion where the target asks for it: each operation gets its own kernel."""
-    return state if target.fuses else replace(state, wanted=separate(state.wanted))
+    """Prevent fusion where the target asks for it: each operation gets its own kernel.
+
+    On a GPU, a kernel that reduces divides its items among threads as suits what it is fused with. So the
+    fused program is looked at first, for the orders of its sums.
+    """
+    if target.fuses:
+        return state
+    orders, biased = _fused_sums(state, target) if target.gpu else ({}, set())
+    return replace(state, wanted=separate(state.wanted, orders, biased))
+
+
+def _fused_sums(state: Compilation, target: Target) -> tuple[dict[Node, tuple[int, ...]], set[Node]]:
+    """The order of each reduction in a fused program, and the additions that are part of a library's product.
+
+    Raises NotSeparable if a reduction has several, or is a part of what only a fused kernel computes.
+    """
+    orders: dict[Node, tuple[int, ...]] = {}
+    biased: set[Node] = set()
+    for group in limit_buffers(fuse(state, target), target).groups:
+        sums = [node for node in group.nodes if _depends_on_order(node)]
+        lowering = target.lower(group) if sums or group.kind is GroupKind.MATMUL else None
+        if lowering is not None and lowering.function is not None and group.kind is GroupKind.MATMUL:
+            biased.update(node for node in group.outputs if not node.primitive.multiplies_matrices)
+        for node in sums:
+            apart = lowering is not None and bool(lowering.order) and _has_sum(group, node)
+            if not apart or orders.setdefault(node, lowering.order) != lowering.order:
+                raise NotSeparable(f"{node} is added up as only a fused kernel does")
+    return orders, biased
+
+
+def _depends_on_order(node: Node) -> bool:
+    return (
+        node.primitive.kind is Kind.REDUCTION
+        and "order" not in node.attributes
+        and depends_on_order(node.primitive.name, computed_dtype(node))
+    )
+
+
+def _has_sum(group: Group, node: Node) -> bool:
+    """Whether a group adds up the items of a node as a kernel with this node only could."""
+    return group.kind.has_columns or not is_column_part(node)
 
 
 def fuse(state: Compilation, target: Target) -> Compilation:
@@ -93,7 +135,8 @@ def limit_buffers(state: Compilation, target: Target) -> Compilation:
 
 def lower(state: Compilation, target: Target) -> Compilation:
     """Lower each group to kernels."""
-    return replace(state, lowered=[target.lower(group) for group in state.groups])
+    lower = target.apart or target.lower
+    return replace(state, lowered=[lower(group) for group in state.groups])
 
 
 def order(state: Compilation, target: Target) -> Compilation:
@@ -158,7 +201,7 @@ def turns_of(
     """The groups of a sequence in turns; `spare`: the peak may grow a little if that saves launches."""
     kinds = [
         kind(state.groups[number], state.lowered[number], target.capabilities)
-        if target.gpu and number < len(state.groups)
+        if target.gpu and target.fuses and number < len(state.groups)
         else None
         for number in sequence
     ]

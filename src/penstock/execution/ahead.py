@@ -236,8 +236,9 @@ class Ahead:
         nodes = topological([node])
         inputs = [leaf for leaf in nodes if leaf.value is not None]
         names = [constant_key(part, name) for part in nodes for name in part.primitive.constants]
+        kernels = self._kernels
         target = Target(
-            self._device.name, self._device.capabilities, self._kernels.shared_lowering, fuses=False
+            self._device.name, self._device.capabilities, kernels.lowering, apart=kernels.shared_lowering
         )
         schedule = compile_graph([node], inputs, {name: at for at, name in enumerate(names)}, target)
         return kernel_sources(schedule, self._device, self._kernels)

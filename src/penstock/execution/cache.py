@@ -295,9 +295,11 @@ class ExecutableCache:
         return compile_graph(nodes, inputs, structure.numbers, self._target(fuses=False))
 
     def _target(self, fuses: bool = True, budget: Budget | None = None) -> Target:
-        lower = self.kernels.lowering if fuses else self.kernels.shared_lowering
-        device = self._device
-        return Target(device.name, device.capabilities, lower, budget, fuses, lambda: device.link_cost)
+        device, kernels = self._device, self.kernels
+        apart = None if fuses else kernels.shared_lowering
+        return Target(
+            device.name, device.capabilities, kernels.lowering, budget, apart, lambda: device.link_cost
+        )
 
     def budget(self, results: int = 1, state: State | None = None, arriving: int = 0) -> Budget | None:
         """The memory of the device as a program finds it; None where it has no limit.

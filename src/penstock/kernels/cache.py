@@ -116,7 +116,9 @@ class KernelCache:
         dialect = dialect_of(self._device.capabilities)
         if dialect.one_kernel_modules:
             return alone + [[source] for source in together]
-        return alone + (_side_by_side(together) if dialect.compiles_side_by_side else [together])
+        alike = [[source for source in together if dialect.contracts(source) == may] for may in (False, True)]
+        divide = _side_by_side if dialect.compiles_side_by_side else lambda sources: [sources]
+        return alone + [part for sources in alike if sources for part in divide(sources)]
 
     def _text(self, part: Sequence[KernelSource]) -> str:
         if part[0].complete:

@@ -109,13 +109,13 @@ def write(
         return _host(group, _name(group, ending))
     if group.kind is GroupKind.MATMUL:
         return _matmul(group, capabilities, ending, varied, shared)
-    return _LOWERINGS[group.kind](group, capabilities, ending, varied)
+    return _LOWERINGS[group.kind](group, capabilities, ending, shared)
 
 
-def _loops(group: Group, capabilities: Capabilities, ending: str, varied: bool) -> Lowering:
-    lowered = lower(group, capabilities)
+def _loops(group: Group, capabilities: Capabilities, ending: str, shared: bool) -> Lowering:
+    lowered = lower(group, capabilities, shared)
     source = dialect_of(capabilities).render(lowered.kernel, _name(group, ending))
-    return one_launch(source, lowered.may_alias)
+    return replace(one_launch(source, lowered.may_alias), order=lowered.order)
 
 
 def _matmul(group: Group, capabilities: Capabilities, ending: str, varied: bool, shared: bool) -> Lowering:
@@ -129,17 +129,17 @@ def _matmul(group: Group, capabilities: Capabilities, ending: str, varied: bool,
     return matmul_group(group, product, capabilities, _name(group, ending), varied, shared)
 
 
-def _template(group: Group, capabilities: Capabilities, ending: str, varied: bool) -> Lowering | None:
+def _template(group: Group, capabilities: Capabilities, ending: str, shared: bool) -> Lowering | None:
     lowering = template_launches(group.nodes[0], capabilities)
     return None if lowering is None else lowering.named(ending)
 
 
 _LOWERINGS: dict[GroupKind, Callable[[Group, Capabilities, str, bool], Lowering | None]] = {
     **dict.fromkeys(LOOPS, _loops),
-    GroupKind.CONVOLUTION: lambda group, can, ending, varied: convolution_kernels(group, can, ending),
-    GroupKind.ATTENTION: lambda group, can, ending, varied: attention_kernels(group, ending),
-    GroupKind.PAGED: lambda group, can, ending, varied: paged_group(group, can).named(ending),
-    GroupKind.RAW: lambda group, can, ending, varied: one_launch(raw_source(group, can, ending)),
+    GroupKind.CONVOLUTION: lambda group, can, ending, shared: convolution_kernels(group, can, ending),
+    GroupKind.ATTENTION: lambda group, can, ending, shared: attention_kernels(group, ending),
+    GroupKind.PAGED: lambda group, can, ending, shared: paged_group(group, can).named(ending),
+    GroupKind.RAW: lambda group, can, ending, shared: one_launch(raw_source(group, can, ending)),
     GroupKind.SINGLE: _template,
 }
 

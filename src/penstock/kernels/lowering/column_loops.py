@@ -43,8 +43,9 @@ class ColumnLoops(LoopNest):
         self.take_lanes(kept)
         threads = min(GROUP_THREADS, 1 << self.max_threads.bit_length() - 1)
         rows = self.count(reduced)
-        abreast = self._abreast(threads, rows, size // lanes)
+        abreast = threads // self.order[0] if self.order else self._abreast(threads, rows, size // lanes)
         parts = threads // abreast
+        self.order = (parts,)
         kernel.grid, kernel.group = (-(-size // (abreast * lanes)),), (threads,)
         last = size - lanes
         kernel.body = [

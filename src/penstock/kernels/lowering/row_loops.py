@@ -87,9 +87,11 @@ class RowLoops(VectorsOfRows):
         if self.gpu:
             self.take_lanes(self._inner)
             self._threads, together = self._divide(rows)
+            self.order = self._threads, self.lanes
             part_rows = self._part_rows() or together * self._turns(-(-rows // together))  # of a workgroup
             kernel.grid, kernel.group = (-(-rows // part_rows),), (self._threads * together,)
-            self._uneven = rows % part_rows > 0  # some workgroups would have rows beyond the last
+            # Some workgroups would have rows beyond the last.
+            self._uneven = rows % part_rows > 0 or self.shared
             if self._threads > _FEW_THREADS:
                 kernel.resident = max(1, _RESIDENT // self._threads)
             first = ir.WORKGROUP * part_rows
@@ -124,7 +126,7 @@ class RowLoops(VectorsOfRows):
             elif part_rows > together:
                 kernel.body = [self._over_rows(kernel.body, part_rows, together)]
             single = sum(any(self._results_of(stage)) for stage in range(self._first_pass, passes)) == 1
-            once = read_once(self.group, rows * columns) if single else []
+            once = read_once(self.group, rows * columns) if single and not self.shared else []
             if part_rows == together:
                 kernel.body = self._around(before_rows, kernel.body, bool(once))
             else:
@@ -157,7 +159,7 @@ class RowLoops(VectorsOfRows):
 
     def _may_be_uneven(self) -> bool:
         """Whether the first threads of rows make all stores, so that they can leave some out."""
-        return bool(self._of_vector) and not any(map(self._is_whole, self.group.outputs))
+        return (bool(self._of_vector) or self.shared) and not any(map(self._is_whole, self.group.outputs))
 
     def _part_rows(self) -> int:
         """The rows of each part of a column sum; 0 if there is none."""
@@ -197,6 +199,8 @@ class RowLoops(VectorsOfRows):
     def _divide(self, rows: int) -> tuple[int, int]:
         """How many threads share a row, and how many rows a workgroup processes at a time."""
         most = min(_MOST_THREADS, self.max_threads)
+        if self.order:  # given, for a kernel that is shared
+            return self.order[0], max(1, min(_FEW_THREADS, most) // self.order[0])
         vectors = self.group.columns // self.lanes
         if not any(self._levels.values()):  # no rows are reduced
             return min(most, _LONG_THREADS, 1 << (vectors - 1).bit_length()), 1
@@ -309,7 +313,7 @@ class RowLoops(VectorsOfRows):
 
     def _fits_registers(self) -> bool:
         """Whether a thread's part of a row is so short that loops over it are unrolled."""
-        return self._own_items() <= _ITEMS
+        return self._own_items() <= _ITEMS and not self.shared
 
     def _pass(self, stage: int, keep: list[Node], whole: bool = True) -> None:
         """A pass over a row; with `whole` False, over the vector that is kept for all rows."""
