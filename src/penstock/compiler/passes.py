@@ -13,7 +13,6 @@ from penstock.drivers.driver import Capabilities
 from penstock.fusion.bounding import bounded
 from penstock.fusion.column_reductions import column_units, is_column_part
 from penstock.fusion.groups import Group, partition
-from penstock.fusion.kinds import GroupKind
 from penstock.fusion.panels import lay_out_panels
 from penstock.fusion.products import by_library
 from penstock.fusion.splitting import split
@@ -80,16 +79,17 @@ def _fused_sums(state: Compilation, target: Target) -> tuple[dict[Node, tuple[in
 
     Raises NotSeparable if a reduction has several, or is a part of what only a fused kernel computes.
     """
+    can = target.capabilities
     orders: dict[Node, tuple[int, ...]] = {}
     biased: set[Node] = set()
     for group in limit_buffers(fuse(state, target), target).groups:
-        sums = [node for node in group.nodes if _depends_on_order(node)]
-        lowering = target.lower(group) if sums or group.kind is GroupKind.MATMUL else None
-        if lowering is not None and lowering.function is not None and group.kind is GroupKind.MATMUL:
+        if any(node.primitive.multiplies_matrices and by_library(node, can) for node in group.nodes):
             biased.update(node for node in group.outputs if not node.primitive.multiplies_matrices)
+        sums = [node for node in group.nodes if _depends_on_order(node)]
+        lowering = target.lower(group) if sums else None
         for node in sums:
-            apart = lowering is not None and bool(lowering.order) and _has_sum(group, node)
-            if not apart or orders.setdefault(node, lowering.order) != lowering.order:
+            order = () if lowering is None or not _is_plain(node, group) else lowering.order
+            if not order or orders.setdefault(node, order) != order:
                 raise NotSeparable(f"{node} is added up as only a fused kernel does")
     return orders, biased
 
@@ -102,8 +102,8 @@ def _depends_on_order(node: Node) -> bool:
     )
 
 
-def _has_sum(group: Group, node: Node) -> bool:
-    """Whether a group adds up the items of a node as a kernel with this node only could."""
+def _is_plain(node: Node, group: Group) -> bool:
+    """Whether a reduction is not among those that a kernel of rows makes beside others."""
     return group.kind.has_columns or not is_column_part(node)
 
 

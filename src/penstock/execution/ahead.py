@@ -20,6 +20,7 @@ from time import perf_counter, sleep
 from penstock.compiler.pipeline import compile_graph
 from penstock.compiler.target import Target
 from penstock.errors import PenstockError
+from penstock.execution.ahead_gpu import LIST, gpu_operations
 from penstock.execution.executable import kernel_sources
 from penstock.graph import elementwise as ops
 from penstock.graph import random
@@ -140,6 +141,15 @@ def _apply(name: str, *inputs: Node) -> Node:
     return Node(PRIMITIVES[name], inputs, {})
 
 
+def _cpu_sums() -> Iterator[Sequence[Node]]:
+    """Reductions and products."""
+    for pair in _ROWS:
+        yield from zip(*map(reductions, _ROW_COUNTS, pair), strict=True)
+    yield [sum_(placeholder(shape, float32), (0,)) for shape in product(*_COLUMNS)]
+    yield [node for sizes in product(*_PRODUCTS) for node in products(*sizes)]
+    yield [node for sizes in product(*_SQUARES) for node in squares(*sizes)]
+
+
 class Ahead:
     """Compiles kernels of a device in a thread, a few at a time; those of expressions come first."""
 
@@ -148,6 +158,7 @@ class Ahead:
         self._device, self._kernels, self._last_built = device, kernels, last_built
         self._wanted: deque[tuple[Future[None], Sequence[KernelSource]]] = deque()  # of expressions
         self._missing: deque[KernelSource] = deque(maxlen=_MOST_WAITING)  # of single operations
+        self._gpu = device.capabilities.vector_width == 1
         self._work: Iterator[None] | None = None if self._is_done() else self._listed()
         self._thread = ThreadPoolExecutor(1, f"penstock {device.name}, ahead")
         self._lock = threading.Lock()
@@ -210,12 +221,10 @@ class Ahead:
             self._work = None
 
     def _listed(self) -> Iterator[None]:
+        shapes = _SHAPES[:1] if self._gpu else _SHAPES
         alike = chain(
-            *(zip(operations(*first), operations(*second), strict=True) for first, second in _SHAPES),
-            *(zip(*map(reductions, _ROW_COUNTS, pair), strict=True) for pair in _ROWS),
-            [[sum_(placeholder(shape, float32), (0,)) for shape in product(*_COLUMNS)]],
-            [[node for sizes in product(*_PRODUCTS) for node in products(*sizes)]],
-            [[node for sizes in product(*_SQUARES) for node in squares(*sizes)]],
+            *(zip(operations(*first), operations(*second), strict=True) for first, second in shapes),
+            *([gpu_operations()] if self._gpu else [_cpu_sums()]),
         )
         for nodes in alike:
             for node in nodes:  # first, so that kernels take all sizes that differ
@@ -246,4 +255,4 @@ class Ahead:
 
 def _edition(device: Device) -> str:
     can = device.capabilities
-    return digest(f"{version('penstock')} {can.api} {can.description} {_LIST}")
+    return digest(f"{version('penstock')} {can.api} {can.description} {LIST if can.vector_width == 1 else _LIST}")

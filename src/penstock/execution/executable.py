@@ -46,14 +46,19 @@ from penstock.stream.stream import Stream
 _MAX_ARRANGEMENTS = 4  # for which kernels are fused; in others, every buffer is an argument of its own
 
 
-def kernel_sources(schedule: Schedule, device: Device, cache: KernelCache) -> list[KernelSource]:
-    """The kernels of a schedule that are compiled from text and known before the first run."""
+def kernel_sources(
+    schedule: Schedule, device: Device, cache: KernelCache, anywhere: bool = False
+) -> list[KernelSource]:
+    """The kernels of a schedule that are compiled from text and known before the first run.
+
+    All are known if they serve any arrangement of buffers (`anywhere`).
+    """
     can = device.capabilities
     parts = launch_parts(schedule, can)
-    if fused_buffers(parts):
+    if fused_buffers(parts) and not anywhere:
         calls = [call for part in parts if isinstance(part, list) for call in part if isinstance(call, Call)]
     else:
-        launches = arranged(parts, schedule, can, (), cache.sizes)
+        launches = arranged(parts, schedule, can, None if anywhere else (), cache.sizes)
         items = [item for part in launches if isinstance(part, list) for item in part]
         calls = [item for item in items if isinstance(item, Call)]
     functions = _functions(schedule)
@@ -73,8 +78,12 @@ def _functions(schedule: Schedule) -> dict[str, Any]:
 class Executable:
     """The values of some nodes from the values of others."""
 
-    def __init__(self, schedule: Schedule, device: Device, cache: KernelCache) -> None:
+    def __init__(
+        self, schedule: Schedule, device: Device, cache: KernelCache, anywhere: bool = False
+    ) -> None:
+        """`anywhere`: its kernels serve any arrangement of buffers, and so are those of `kernel_sources`."""
         self.schedule = schedule
+        self._anywhere = anywhere
         self.device = device
         self.wrote = False  # of a run that failed: whether anything may have been written
         self._cache = cache
@@ -270,7 +279,7 @@ class Executable:
 
     def _arranged(self, arrangement: Arrangement) -> list[_Segment | Step | Copy]:
         """The launches for an arrangement of buffers; beyond the bound, those that serve any arrangement."""
-        known: Arrangement | None = arrangement
+        known: Arrangement | None = None if self._anywhere else arrangement
         if known not in self._segments and len(self._segments) >= _MAX_ARRANGEMENTS:
             known = None
         if known not in self._segments:

@@ -35,6 +35,7 @@ class KernelCache:
         self.kept = TuningCache(f"sizes of {dialect} kernels")
         self.sizes = Sizes(self.kept)
         self._lowerings = LRU[Hashable, Lowering | None](_MAX_KERNELS)
+        self._shared = LRU[Hashable, Lowering | None](_MAX_KERNELS)  # of single operations
         self._kernels = LRU[str, Kernel](_MAX_KERNELS)  # by names, which end in a digest
 
     def lowering(self, group: Group) -> Lowering | None:
@@ -59,11 +60,15 @@ class KernelCache:
 
     def shared_lowering(self, group: Group) -> Lowering | None:
         """The lowering of a group of one operation, to kernels that programs with other shapes share."""
-        ending = digest(repr(group.structure))
-        lowering = write(group, self._device.capabilities, ending, varied=True, shared=True)
-        if lowering is None or lowering.function is not None:
-            return lowering
-        return replace(lowering, launches=tuple(map(self.sizes.shared, lowering.launches)))
+        key = group.structure, self.sizes.learned
+        if key not in self._shared:
+            lowering = write(group, self._device.capabilities, digest(repr(key[0])), varied=True, shared=True)
+            if lowering is not None and lowering.function is None:
+                lowering = replace(lowering, launches=tuple(map(self.sizes.shared, lowering.launches)))
+            if key[1] != self.sizes.learned:  # the next may be another kernel, which fits more sizes
+                return lowering
+            self._shared[key] = lowering
+        return self._shared.use(key)
 
     def kernels(self, sources: Sequence[KernelSource], functions: Mapping[str, Any]) -> list[Kernel]:
         """The kernels of sources, in order; those in `functions` are made from the function."""

@@ -159,7 +159,7 @@ class RowLoops(VectorsOfRows):
 
     def _may_be_uneven(self) -> bool:
         """Whether the first threads of rows make all stores, so that they can leave some out."""
-        return (bool(self._of_vector) or self.shared) and not any(map(self._is_whole, self.group.outputs))
+        return bool(self._of_vector) and not any(map(self._is_whole, self.group.outputs))
 
     def _part_rows(self) -> int:
         """The rows of each part of a column sum; 0 if there is none."""
@@ -199,8 +199,10 @@ class RowLoops(VectorsOfRows):
     def _divide(self, rows: int) -> tuple[int, int]:
         """How many threads share a row, and how many rows a workgroup processes at a time."""
         most = min(_MOST_THREADS, self.max_threads)
-        if self.order:  # given, for a kernel that is shared
-            return self.order[0], max(1, min(_FEW_THREADS, most) // self.order[0])
+        if self.shared:
+            usual = _WARP if self.group.columns <= _ITEMS * _WARP else min(_LONG_THREADS, most)
+            threads = self.order[0] if self.order else usual
+            return threads, max(1, min(_FEW_THREADS, most) // threads)
         vectors = self.group.columns // self.lanes
         if not any(self._levels.values()):  # no rows are reduced
             return min(most, _LONG_THREADS, 1 << (vectors - 1).bit_length()), 1
