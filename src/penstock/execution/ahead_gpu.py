@@ -23,7 +23,7 @@ _FEW_THREADS = (2, 4, 8, 16, 32, 64, 128)  # where a workgroup has several rows
 _LONG_THREADS = 512  # of a workgroup that has a very long row
 _PARTS = (2, 4, 8, 16, 32, 64, 128, 256)  # of a column
 _WIDE_PARTS = 16  # the same where there are many columns
-_INNER = (3, 11, 20, 40, 100, 700)  # steps of products, for each number of threads that share a sum
+_INNER = (3, 7, 11, 14, 20, 27, 40, 50, 100, 120, 200, 700)  # steps of products: two for each division
 _OF_INTEGERS = (
     *("add", "subtract", "multiply", "floor_divide", "remainder", "maximum", "minimum"),
     *("equal", "not_equal", "less", "less_equal", "greater", "greater_equal"),
@@ -44,6 +44,7 @@ def gpu_operations() -> Iterator[Sequence[Node]]:
         yield from _in_any_order(reduce(_array((2, 2), bool_ if reduce in (any_, all_) else float32), (1,)))
     yield from _in_any_order(sum_(_array((2, 2), int64), (1,)))
     yield [node for sizes in product((2, 3, 77), _INNER, (2, 3, 77)) for node in _products(*sizes)]
+    yield [node for sizes in product((2, 3, 77), _INNER) for node in _squares(*sizes)]
 
 
 def _array(shape: Shape, dtype: DType = float32) -> Node:
@@ -74,13 +75,16 @@ def _views(blocks: int, rows: int, columns: int) -> Iterator[Node]:
     whole = lengths[:3]
     for shape in ((1, rows, 1), (blocks, 1, columns), (blocks, rows, 1)):
         yield expand(_array(shape), whole)
-    x = _array((rows, columns))
-    yield slice_(x, ((0, rows - 2, 1), (0, columns - 3, 1)))
-    yield slice_(x, ((0, rows, 1), (0, columns - 3, 1)))
-    yield slice_(x, ((0, rows, 1), (rows - 8, columns - rows + 8, 1)))
+    x, step = _array((rows, columns)), blocks // 5
+    for first, start, apart in product((0, blocks - 8), (0, rows - 8), (1, step)):
+        taken = (columns - start) // apart - (not start)
+        yield slice_(x, ((first, rows - blocks, 1), (start, taken, apart)))
     yield slice_(x, ((0, rows, 1), (blocks - 8, 1, 1)))
     yield slice_(x, ((blocks - 8, rows - blocks, 1), (0, columns, 1)))
-    yield slice_(x, ((0, rows, 1), (0, columns // 2, 2)))
+    for start in (0, blocks - 8):
+        yield slice_(_array((columns,)), ((start, columns // 4, step),))
+        yield slice_(_array(whole), ((0, blocks, 1), (start, rows - blocks, 1), (0, columns, 1)))
+        yield slice_(_array(whole), ((0, blocks, 1), (start, rows - blocks, 1), (start, columns - rows, 1)))
     yield slice_(_array((columns,)), ((columns - 1, columns, -1),))
     yield concat([x, _array((rows, blocks))], 1)
     yield concat([_array((columns,)), _array((rows,))], 0)
@@ -143,3 +147,10 @@ def _products(rows: int, steps: int, columns: int) -> Iterator[Node]:
         yield matmul(left, right)
         yield matmul(left, permute(_array((*batch, columns, steps)), turned))
         yield matmul(permute(_array((*batch, steps, rows)), turned), right)
+
+
+def _squares(rows: int, steps: int) -> Iterator[Node]:
+    """Products of a matrix and its transpose."""
+    left, right = _array((rows, steps)), _array((steps, rows))
+    yield matmul(left, permute(left, (1, 0)))
+    yield matmul(permute(right, (1, 0)), right)

@@ -46,6 +46,27 @@ def without_sizes(structure: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
+def without_shape(group: Group) -> tuple[Any, ...] | None:
+    """What kernels of elementwise work depend on, apart from its shape; None for others.
+
+    All values have the same shape, of more than one item.
+    """
+    shape = group.outputs[0].shape
+    values = (*group.inputs, *group.nodes)
+    plain = all(node.primitive is FULL or node.primitive.kind is Kind.ELEMENTWISE for node in group.nodes)
+    if not plain or group.outputs[0].size < 2 or any(node.shape != shape for node in values):
+        return None
+    _, leaves, inside, outputs = group.structure
+    return (
+        tuple(dtype for _, dtype in leaves),
+        tuple(
+            (name, parents, dtype, () if node.primitive is FULL else attributes)
+            for node, (name, parents, _, dtype, attributes) in zip(group.nodes, inside, strict=True)
+        ),
+        outputs,
+    )
+
+
 def constants(group: Group) -> list[tuple[Node, str]]:
     """The scalar arguments of a group's kernel, in the order of its parameters: node and attribute."""
     # The outputs of a user's kernel have the same attributes.
