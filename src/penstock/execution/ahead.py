@@ -185,9 +185,9 @@ class Ahead:
         with self._lock:
             if self._awake or not (self._wanted or self._missing or self._work):
                 return
+            self._awake = True  # before: the step may end at once
             with suppress(RuntimeError):  # the interpreter ends
                 self._thread.submit(self._step)
-                self._awake = True
 
     def _step(self) -> None:
         """Compile a few kernels. A step is short, because the interpreter waits for it at exit."""

@@ -47,24 +47,27 @@ def without_sizes(structure: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def without_shape(group: Group) -> tuple[Any, ...] | None:
-    """What kernels of elementwise work depend on, apart from its shape; None for others.
+    """What kernels of elementwise work depend on, apart from the shape; None for other work.
 
-    All values have the same shape, of more than one item.
+    All values have as many items, more than one, in the same order.
     """
-    shape = group.outputs[0].shape
-    values = (*group.inputs, *group.nodes)
-    plain = all(node.primitive is FULL or node.primitive.kind is Kind.ELEMENTWISE for node in group.nodes)
-    if not plain or group.outputs[0].size < 2 or any(node.shape != shape for node in values):
+    size = group.outputs[0].size
+    if size < 2 or any(node.size != size for node in group.inputs):
         return None
-    _, leaves, inside, outputs = group.structure
-    return (
-        tuple(dtype for _, dtype in leaves),
-        tuple(
-            (name, parents, dtype, () if node.primitive is FULL else attributes)
-            for node, (name, parents, _, dtype, attributes) in zip(group.nodes, inside, strict=True)
-        ),
-        outputs,
-    )
+    numbers: dict[Node, int] = {node: at for at, node in enumerate(group.inputs)}
+    inside: list[tuple[Any, ...]] = []
+    for node in group.nodes:
+        primitive = node.primitive
+        if primitive.same_bytes:
+            numbers[node] = numbers[node.inputs[0]]
+            continue
+        if (primitive is not FULL and primitive.kind is not Kind.ELEMENTWISE) or node.size != size:
+            return None
+        numbers[node] = len(numbers)
+        own = [] if primitive is FULL else [x for name, x in node.attributes.items() if name not in primitive.constants]
+        inside.append((primitive.name, *(numbers[parent] for parent in node.inputs), str(node.dtype), *own))
+    dtypes = tuple(str(node.dtype) for node in group.inputs)
+    return dtypes, tuple(inside), tuple(numbers[node] for node in group.outputs)
 
 
 def constants(group: Group) -> list[tuple[Node, str]]:
