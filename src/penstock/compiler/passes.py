@@ -11,7 +11,7 @@ from penstock.compiler.compilation import Compilation
 from penstock.compiler.target import Target
 from penstock.drivers.driver import Capabilities
 from penstock.fusion.bounding import bounded
-from penstock.fusion.column_reductions import column_units, is_column_part
+from penstock.fusion.column_reductions import column_units
 from penstock.fusion.groups import Group, partition
 from penstock.fusion.panels import lay_out_panels
 from penstock.fusion.products import by_library
@@ -19,16 +19,13 @@ from penstock.fusion.splitting import split
 from penstock.fusion.views import base
 from penstock.graph.channels_last import channels_last
 from penstock.graph.linear import few_rows
-from penstock.graph.node import Kind, Node
+from penstock.graph.node import Node
 from penstock.graph.quantization import computes_row
-from penstock.graph.separate import NotSeparable, separate
 from penstock.graph.sums import join_sums
 from penstock.graph.unstack import unstack
 from penstock.graph.vectors import vectors_as_sums
 from penstock.kernels.horizontal_fusion import MOST_CALLS, kind
 from penstock.kernels.lower import fusible
-from penstock.kernels.lowering.blocks import depends_on_order
-from penstock.kernels.lowering.values import computed_dtype
 from penstock.plan.order import Work, ordered
 from penstock.plan.overlap import in_time, overlapped
 from penstock.plan.turns import in_turns
@@ -62,55 +59,16 @@ def split_long(state: Compilation, target: Target) -> Compilation:
     return replace(state, wanted=split(state.wanted, target.capabilities))
 
 
-def keep_apart(state: Compilation, target: Target) -> Compilation:
-    """Prevent fusion where the target asks for it: each operation gets its own kernel.
-
-    On a GPU, a kernel that reduces divides its items among threads as suits what it is fused with. So the
-    fused program is looked at first, for the orders of its sums.
-    """
-    if target.fuses:
-        return state
-    orders, biased = _fused_sums(state, target) if target.gpu else ({}, set())
-    return replace(state, wanted=separate(state.wanted, orders, biased))
-
-
-def _fused_sums(state: Compilation, target: Target) -> tuple[dict[Node, tuple[int, ...]], set[Node]]:
-    """The order of each reduction in a fused program, and the additions that are part of a library's product.
-
-    Raises NotSeparable if a reduction has several, or is a part of what only a fused kernel computes.
-    """
-    can = target.capabilities
-    orders: dict[Node, tuple[int, ...]] = {}
-    biased: set[Node] = set()
-    for group in limit_buffers(fuse(state, target), target).groups:
-        if any(node.primitive.multiplies_matrices and by_library(node, can) for node in group.nodes):
-            biased.update(node for node in group.outputs if not node.primitive.multiplies_matrices)
-        sums = [node for node in group.nodes if _depends_on_order(node)]
-        lowering = target.lower(group) if sums else None
-        for node in sums:
-            order = () if lowering is None or not _is_plain(node, group) else lowering.order
-            if not order or orders.setdefault(node, order) != order:
-                raise NotSeparable(f"{node} is added up as only a fused kernel does")
-    return orders, biased
-
-
-def _depends_on_order(node: Node) -> bool:
-    return (
-        node.primitive.kind is Kind.REDUCTION
-        and "order" not in node.attributes
-        and depends_on_order(node.primitive.name, computed_dtype(node))
-    )
-
-
-def _is_plain(node: Node, group: Group) -> bool:
-    """Whether a reduction is not among those that a kernel of rows makes beside others."""
-    return group.kind.has_columns or not is_column_part(node)
-
-
 def fuse(state: Compilation, target: Target) -> Compilation:
     """Partition the nodes into groups, one for each fused kernel."""
-    columns = column_units(target.capabilities)
+    columns = column_units(target.capabilities) if target.fuses else 0
     return replace(state, groups=fused(state.wanted, target.capabilities, columns))
+
+
+def fused_groups(state: Compilation, target: Target) -> Sequence[Group]:
+    """The groups that nodes would have if operations shared kernels."""
+    fusing = replace(target, apart=None)
+    return limit_buffers(fuse(state, fusing), fusing).groups
 
 
 def fused(wanted: Sequence[Node], capabilities: Capabilities, column_units: int = 0) -> list[Group]:

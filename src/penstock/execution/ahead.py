@@ -255,4 +255,5 @@ class Ahead:
 
 def _edition(device: Device) -> str:
     can = device.capabilities
-    return digest(f"{version('penstock')} {can.api} {can.description} {LIST if can.vector_width == 1 else _LIST}")
+    listed = LIST if can.vector_width == 1 else _LIST
+    return digest(f"{version('penstock')} {can.api} {can.description} {listed}")

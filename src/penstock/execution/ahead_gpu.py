@@ -116,6 +116,8 @@ def _sums_of_columns() -> Iterator[Sequence[Node]]:
         sizes = [(count + more, 101 * more, (count,)) for count in parts for more in (2, 3)]
         yield [_ordered(sum_(_array((rows, columns)), (0,)), order) for rows, columns, order in sizes]
         yield [_ordered(sum_(_array((11, rows, columns)), (1,)), order) for rows, columns, order in sizes]
+        alone = [(rows, columns, (count, 1)) for rows, columns, (count,) in sizes]
+        yield [_ordered(sum_(_array((11, rows, columns)), (1,)), order) for rows, columns, order in alone]
         # In blocks: so many columns that they are not divided.
         wide = [
             (count * (BLOCK + more), 140_000 + more, (count,))

@@ -448,5 +448,5 @@ class ExecutableCache:
 def _library_products(schedule: Schedule) -> Counter[Any]:
     """The products that a library computes."""
     lowerings = (step.lowering for step in schedule.groups)
-    functions = (lowering.function for lowering in lowerings if lowering is not None)
+    functions: list[Any] = [lowering.function for lowering in lowerings if lowering is not None]
     return Counter(function.product for function in functions if hasattr(function, "product"))

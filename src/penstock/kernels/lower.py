@@ -64,8 +64,9 @@ def without_shape(group: Group) -> tuple[Any, ...] | None:
         if (primitive is not FULL and primitive.kind is not Kind.ELEMENTWISE) or node.size != size:
             return None
         numbers[node] = len(numbers)
-        own = [] if primitive is FULL else [x for name, x in node.attributes.items() if name not in primitive.constants]
-        inside.append((primitive.name, *(numbers[parent] for parent in node.inputs), str(node.dtype), *own))
+        inside.append((primitive.name, *(numbers[parent] for parent in node.inputs), str(node.dtype)))
+        if primitive is not FULL:
+            inside.append(tuple(x for name, x in node.attributes.items() if name not in primitive.constants))
     dtypes = tuple(str(node.dtype) for node in group.inputs)
     return dtypes, tuple(inside), tuple(numbers[node] for node in group.outputs)
 

@@ -70,7 +70,8 @@ def with_plain_names(kernel: ir.KernelIR) -> ir.KernelIR:
             for part in tree:
                 visit(part)
         elif isinstance(tree, ir.Statement):
-            if isinstance(tree, ir.For | ir.Let) and tree.name not in COMBINE:  # which operations are named, too
+            # Operations have some of the names, too.
+            if isinstance(tree, ir.For | ir.Let) and tree.name not in COMBINE:
                 names.setdefault(tree.name, f"i{len(names)}_")
             for name in _fields(type(tree)):
                 visit(getattr(tree, name))

@@ -103,7 +103,7 @@ class Dialect(ABC):
         )
 
     def contracts(self, source: KernelSource) -> bool:
-        """Whether a compiler may contract a product and a sum of a kernel; those alike are compiled together."""
+        """Whether a compiler may contract products and sums; kernels alike in it are compiled together."""
         return True
 
     @abstractmethod

@@ -33,7 +33,9 @@ def lower(group: Group, capabilities: Capabilities, shared: bool = False) -> Low
     """The kernel of a group that has loops; `shared`: of a single operation, one of few for all sizes."""
     gpu = capabilities.vector_width == 1
     shared = shared and gpu  # on a CPU, all kernels are alike
-    order = next((node.attributes["order"] for node in group.nodes if "order" in node.attributes), ())
+    order: tuple[int, ...] = next(
+        (node.attributes["order"] for node in group.nodes if "order" in node.attributes), ()
+    )
     wanted = lanes = _thread_lanes(group, capabilities) if gpu else _vector_lanes(group)
     if shared:
         wanted = lanes = order[1] if len(order) > 1 else 1

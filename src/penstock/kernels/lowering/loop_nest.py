@@ -28,8 +28,9 @@ _MOST_UNROLLED = 8  # statements of the loop's body
 class Lowered:
     """A group's kernel in the IR, and for each output the inputs that it may overwrite.
 
-    `order` is that of a GPU's sums: how many threads share a row, and the neighbours that each takes; or the
-    threads that share a column.
+    `order` is that of a GPU's sums: how many threads share a row, the neighbours that each takes, and the
+    rows that are processed at a time; or the threads that share a column, and 1 if their sums are added up
+    one after the other, rather than in pairs.
     """
 
     kernel: ir.KernelIR

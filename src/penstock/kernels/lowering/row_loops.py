@@ -87,7 +87,7 @@ class RowLoops(VectorsOfRows):
         if self.gpu:
             self.take_lanes(self._inner)
             self._threads, together = self._divide(rows)
-            self.order = self._threads, self.lanes
+            self.order = self._threads, self.lanes, together
             part_rows = self._part_rows() or together * self._turns(-(-rows // together))  # of a workgroup
             kernel.grid, kernel.group = (-(-rows // part_rows),), (self._threads * together,)
             # Some workgroups would have rows beyond the last.
