@@ -53,16 +53,20 @@ def _array(shape: Shape, dtype: DType = float32) -> Node:
 
 def _integers(rows: int, columns: int) -> Iterator[Node]:
     """Operations on integers and truth values."""
+    truths = _array((rows, columns), bool_)
+    for dtype, shape in ((float32, ()), *product((float32, int32, int64), [truths.shape])):
+        x, y = _array(shape, dtype), _array(shape, dtype)
+        for yes, no in ((x, y), (x, like(x, 2)), (like(x, 2), x), (like(x, 2), like(x, 3))):
+            yield ops.where(_array(shape, bool_), yes, no)
     for dtype in (int32, int64):
         x, y = _array((rows, columns), dtype), _array((rows, columns), dtype)
         for name in _OF_INTEGERS:
             yield Node(PRIMITIVES[name], (x, y), {})
             yield Node(PRIMITIVES[name], (x, like(x, 2)), {})
-        yield cast(_array((rows, columns), bool_), dtype)
-        yield ops.where(_array((rows, columns), bool_), x, y)
+        yield cast(truths, dtype)
     yield cast(_array((rows, columns), int32), int64)
     yield cast(_array((rows, columns), int64), int32)
-    yield ops.logical_or(_array((rows, columns), bool_), _array((rows, columns), bool_))
+    yield ops.logical_or(truths, _array((rows, columns), bool_))
     yield argmin(_array((rows, columns)), 1)
 
 
