@@ -325,12 +325,14 @@ def test_the_list_has_kernels_for_all_sizes_of_an_expression(cuda: Device) -> No
     assert isinstance(cuda.driver, Compiled)
     assert len(cuda.driver.on_disk) < 400
     expressions = [
-        *BRIDGED.values(),
+        BRIDGED["a product"],
+        *(BRIDGED[name] for name in BRIDGED if name != "a product"),
         *(EXPRESSIONS[name] for name in ("std", "gelu", "columns", "gradient", "moves")),
         lambda x: nn.functional.layer_norm(x[1:, ::2], (x[1:, ::2].shape[1],)).T,
     ]
     for shape in ((40, 30), (57, 61), (301, 8), (5, 1000), (700, 77), (64, 64)):
-        for function in expressions:
+        large = shape[0] ** 2 * shape[1] > 1 << 21  # a library would multiply it
+        for function in expressions if not large else expressions[1:]:
             tensor = function(ps.asarray(values(*shape), device=cuda))
             schedule = executables(cuda)._separate(Structure([tensor._node], cuda.capabilities))
             assert not executables(cuda)._missing(schedule), (shape, tensor)

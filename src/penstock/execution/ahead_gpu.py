@@ -141,7 +141,9 @@ def _in_any_order(reduction: Node) -> Iterable[Sequence[Node]]:
     for lengths in ((103, 307), (2051, 4099)):
         yield [of((rows, columns), 1) for rows, columns in zip((101, 211), lengths, strict=True)]
         yield [of((columns,), 0) for columns in lengths]
-    yield [of(shape, 0) for shape in ((101, 103), (211, 307), (50, 3), (7, 2000))]
+    columns = (101, 103), (211, 307), (50, 3), (7, 2000), (3, 1501)
+    yield [of(shape, 0) for shape in columns]
+    yield [of((5 + at, *shape), 1) for at, shape in enumerate(columns)]
 
 
 def _products(rows: int, steps: int, columns: int) -> Iterator[Node]:
