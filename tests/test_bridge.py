@@ -28,8 +28,9 @@ from penstock.compiler.target import Target
 from penstock.config import Settings
 from penstock.errors import CompileError
 from penstock.execution import ahead, host_program
-from penstock.execution.executable import Executable, kernel_sources
+from penstock.execution.executable import Executable
 from penstock.execution.realize import executables
+from penstock.execution.sources import kernel_sources
 from penstock.execution.structure import Structure
 from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.node import Kind, Node, leaf, topological

@@ -25,8 +25,9 @@ from penstock.config import Settings
 from penstock.drivers.cuda import compile_text
 from penstock.drivers.driver import NO_CONTRACTION
 from penstock.execution import ahead, ahead_gpu
-from penstock.execution.executable import Executable, kernel_sources
+from penstock.execution.executable import Executable
 from penstock.execution.realize import executables
+from penstock.execution.sources import kernel_sources
 from penstock.execution.structure import Structure
 from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.node import Kind, Node, leaf

@@ -21,7 +21,7 @@ from penstock.compiler.pipeline import compile_graph
 from penstock.compiler.target import Target
 from penstock.errors import PenstockError
 from penstock.execution.ahead_gpu import LIST, gpu_operations
-from penstock.execution.executable import kernel_sources
+from penstock.execution.sources import kernel_sources
 from penstock.graph import elementwise as ops
 from penstock.graph import random
 from penstock.graph.contraction import gather, matmul

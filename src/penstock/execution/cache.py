@@ -21,12 +21,13 @@ from penstock.compiler.schedule import Schedule
 from penstock.compiler.target import Budget, Target
 from penstock.errors import OutOfDeviceMemory
 from penstock.execution.ahead import Ahead
-from penstock.execution.executable import Executable, kernel_sources
+from penstock.execution.executable import Executable
 from penstock.execution.host_program import HostProgram, InPlace
 from penstock.execution.hosting import Residents, State
 from penstock.execution.launched import RunProgram
 from penstock.execution.memory_plan import MemoryPlan
 from penstock.execution.sharing import source
+from penstock.execution.sources import kernel_sources
 from penstock.execution.structure import MIN_ITEMS, Structure
 from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.node import Node
