@@ -34,13 +34,14 @@ from penstock.execution.launched import (
     ends,
 )
 from penstock.execution.run_buffers import RunBuffers
+from penstock.execution.sources import functions_of
 from penstock.graph.collectives import launcher, moves_on_device, result_bytes, started
 from penstock.graph.node import Array, Node
 from penstock.graph.reference import computed
 from penstock.kernels.cache import KernelCache
 from penstock.kernels.concatenation import Call
 from penstock.kernels.lower import constants
-from penstock.kernels.source import ALIGNMENT, KernelSource
+from penstock.kernels.source import ALIGNMENT
 from penstock.memory.buffer import Buffer
 from penstock.plan.arenas import ArenaPlan
 from penstock.runtime import Device
@@ -52,42 +53,22 @@ from penstock.stream.stream import Stream
 _MAX_ARRANGEMENTS = 4  # for which kernels are fused; in others, every buffer is an argument of its own
 
 
-def kernel_sources(schedule: Schedule, device: Device, cache: KernelCache) -> list[KernelSource]:
-    """The kernels of a schedule that are compiled from text and known before the first run."""
-    can = device.capabilities
-    parts = launch_parts(schedule, can)
-    if fused_buffers(parts):
-        calls = [call for part in parts if isinstance(part, list) for call in part if isinstance(call, Call)]
-    else:
-        launches = arranged(parts, schedule, can, (), cache.sizes)
-        items = [item for part in launches if isinstance(part, list) for item in part]
-        calls = [item for item in items if isinstance(item, Call)]
-    functions = _functions(schedule)
-    return [call.source for call in calls if call.source.name not in functions]
-
-
-def _functions(schedule: Schedule) -> dict[str, Any]:
-    """The functions of library calls and NumPy kernels, by the names of kernels."""
-    return {
-        call.source.name: step.lowering.function
-        for step in schedule.groups
-        for call in step.calls
-        if step.lowering is not None and step.lowering.function is not None
-    }
-
-
 class Executable:
     """The values of some nodes from the values of others."""
 
-    def __init__(self, schedule: Schedule, device: Device, cache: KernelCache) -> None:
+    def __init__(
+        self, schedule: Schedule, device: Device, cache: KernelCache, anywhere: bool = False
+    ) -> None:
+        """`anywhere`: its kernels serve any arrangement of buffers, and so are those of `kernel_sources`."""
         self.schedule = schedule
+        self._anywhere = anywhere
         self.device = device
         self.wrote = False  # of a run that failed: whether anything may have been written
         self._cache = cache
         self._stream = device.stream
         self._exchanges: dict[Node, Job | Buffer] = {}  # between ranks, that were started in this run
         self._parts = launch_parts(schedule, device.capabilities)
-        self._functions = _functions(schedule)
+        self._functions = functions_of(schedule)
         self._run_buffers = RunBuffers(schedule, fused_buffers(self._parts))
         self._segments: dict[Arrangement | None, list[_Segment | Step | Copy]] = {}
         self._current: list[_Segment | Step | Copy] = []  # those of the last run
@@ -273,7 +254,7 @@ class Executable:
 
     def _arranged(self, arrangement: Arrangement) -> list[_Segment | Step | Copy]:
         """The launches for an arrangement of buffers; beyond the bound, those that serve any arrangement."""
-        known: Arrangement | None = arrangement
+        known: Arrangement | None = None if self._anywhere else arrangement
         if known not in self._segments and len(self._segments) >= _MAX_ARRANGEMENTS:
             known = None
         if known not in self._segments:

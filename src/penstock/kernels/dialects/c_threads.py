@@ -74,6 +74,9 @@ class ThreadPrinter(CPrinter):
             return super().accumulator(statement, lane)
         return f"{statement.target.name}[{_moved(self.expr(statement.first), int(statement.type.width > 1))}]"
 
+    def multiply_add(self, total: str, left: str, right: str) -> str:
+        return f"{total} = FMA({left}, {right}, {total});"
+
     def define_value(self, statement: ir.Let | ir.Declare) -> list[str]:
         name, value, type = statement.name, statement.value, statement.type
         if isinstance(value, ir.Load) and type.width > 1:

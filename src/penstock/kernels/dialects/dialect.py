@@ -102,6 +102,10 @@ class Dialect(ABC):
             ahead=_ahead(kernel),
         )
 
+    def contracts(self, source: KernelSource) -> bool:
+        """Whether a compiler may contract products and sums; kernels alike in it are compiled together."""
+        return True
+
     @abstractmethod
     def print(self, kernel: ir.KernelIR, name: str) -> str:
         """The text of a kernel, without prelude."""

@@ -87,9 +87,11 @@ class RowLoops(VectorsOfRows):
         if self.gpu:
             self.take_lanes(self._inner)
             self._threads, together = self._divide(rows)
+            self.order = self._threads, self.lanes, together
             part_rows = self._part_rows() or together * self._turns(-(-rows // together))  # of a workgroup
             kernel.grid, kernel.group = (-(-rows // part_rows),), (self._threads * together,)
-            self._uneven = rows % part_rows > 0  # some workgroups would have rows beyond the last
+            # Some workgroups would have rows beyond the last.
+            self._uneven = rows % part_rows > 0 or self.shared
             if self._threads > _FEW_THREADS:
                 kernel.resident = max(1, _RESIDENT // self._threads)
             first = ir.WORKGROUP * part_rows
@@ -124,7 +126,7 @@ class RowLoops(VectorsOfRows):
             elif part_rows > together:
                 kernel.body = [self._over_rows(kernel.body, part_rows, together)]
             single = sum(any(self._results_of(stage)) for stage in range(self._first_pass, passes)) == 1
-            once = read_once(self.group, rows * columns) if single else []
+            once = read_once(self.group, rows * columns) if single and not self.shared else []
             if part_rows == together:
                 kernel.body = self._around(before_rows, kernel.body, bool(once))
             else:
@@ -197,6 +199,10 @@ class RowLoops(VectorsOfRows):
     def _divide(self, rows: int) -> tuple[int, int]:
         """How many threads share a row, and how many rows a workgroup processes at a time."""
         most = min(_MOST_THREADS, self.max_threads)
+        if self.shared:
+            usual = _WARP if self.group.columns <= _ITEMS * _WARP else min(_LONG_THREADS, most)
+            threads = self.order[0] if self.order else usual
+            return threads, max(1, min(_FEW_THREADS, most) // threads)
         vectors = self.group.columns // self.lanes
         if not any(self._levels.values()):  # no rows are reduced
             return min(most, _LONG_THREADS, 1 << (vectors - 1).bit_length()), 1
@@ -309,7 +315,7 @@ class RowLoops(VectorsOfRows):
 
     def _fits_registers(self) -> bool:
         """Whether a thread's part of a row is so short that loops over it are unrolled."""
-        return self._own_items() <= _ITEMS
+        return self._own_items() <= _ITEMS and not self.shared
 
     def _pass(self, stage: int, keep: list[Node], whole: bool = True) -> None:
         """A pass over a row; with `whole` False, over the vector that is kept for all rows."""
