@@ -118,8 +118,9 @@ class Executable:
         if launches is None:
             return None
         simple = len(launches) == len(schedule.outputs) == 1 and {*schedule.results} == {*schedule.outputs}
-        if simple and not self._has_arenas:
-            return direct_run(launches[0], schedule, self.device)
+        if simple and (not self._has_arenas or self._only_arena):
+            arenas = self._arenas if self._has_arenas else None
+            return direct_run(launches[0], schedule, self.device, arenas)
         return direct_runs(launches, schedule, self.device, self._arenas)
 
     def may_overwrite(self, output: int, given: int) -> bool:

@@ -32,8 +32,15 @@ class DirectLaunch:
     constants: Sequence[int]
 
 
-def direct_run(launch: DirectLaunch, schedule: Schedule, device: Device) -> RunProgram:
+def direct_run(
+    launch: DirectLaunch,
+    schedule: Schedule,
+    device: Device,
+    arenas: Callable[[], list[Buffer]] | None,
+) -> RunProgram:
     """What runs a program that is a single launch with one output, while `device.running` is held.
+
+    Its temporaries are in the only one of `arenas`, if it has any.
 
     All arguments are set each time: there is nothing to compare, and little between a call and its launch.
     """
@@ -46,11 +53,12 @@ def direct_run(launch: DirectLaunch, schedule: Schedule, device: Device) -> RunP
     def run(inputs: Sequence[Buffer], numbers: Sequence[Any]) -> list[Buffer]:
         if layers.hosts_state:
             inputs = on_device(inputs, schedule.hosted, device)
+        arena = None if arenas is None else arenas()[0]  # before the result, for which it may make room
         try:
             result = Buffer(driver, nbytes, layers.source)
         except OutOfDeviceMemory:
             result = device.empty(nbytes)  # which makes room
-        taken = touched([None, *inputs, result])
+        taken = touched([arena, *inputs, result])
         native = [*map(_native, taken), *scalars]
         for constant in constants:
             native += (numbers[constant],)

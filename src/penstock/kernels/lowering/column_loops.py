@@ -45,7 +45,9 @@ class ColumnLoops(LoopNest):
         rows = self.count(reduced)
         abreast = self._abreast(threads, rows, size // lanes)
         parts = threads // abreast
-        kernel.grid, kernel.group = (-(-size // (abreast * lanes)),), (threads,)
+        block = abreast * lanes
+        kernel.grid, kernel.group = (-(-size // block),), (threads,)
+        kernel.block = block if all(node.size == size for node in self.group.outputs) else 0
         last = size - lanes
         kernel.body = [
             ir.Let("begin", (ir.WORKGROUP * abreast + ir.THREAD % abreast) * lanes),
