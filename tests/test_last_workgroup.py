@@ -43,6 +43,7 @@ REDUCTIONS: dict[str, tuple[tuple[int, ...], Reduction]] = {
     "all items": ((512, 192), ps.sum),
     "all items, and more": ((512, 192), lambda x: ps.sqrt(ps.mean(x * x)) + 1.0),
     "few columns": ((2048, 32), lambda x: ps.sum(x, axis=0)),
+    "an uneven number of columns": ((2048, 100), lambda x: ps.sum(x, axis=0)),
     "many columns": ((256, 1024), lambda x: ps.sum(x, axis=0) * 2.0),
     "columns of two axes": ((16, 128, 32), lambda x: ps.max(x, axis=(0, 1))),
     "few rows": ((4, 65536), lambda x: ps.min(x, axis=1)),

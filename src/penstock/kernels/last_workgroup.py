@@ -13,7 +13,7 @@ write `_COUNTERS`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from penstock.drivers.driver import Capabilities
 from penstock.kernels import ir
@@ -29,6 +29,7 @@ T = TypeVar("T")
 Aliases = Mapping[int, Collection[int]]  # for a buffer, others that it may be written over
 
 _MOST_COUNTERS = 1024  # of a kernel
+_MOST_TURNS = 2  # if all of the second are called by one workgroup: each takes about as long as a launch
 _COUNTERS = -4  # stands for their memory, where the byte is a number of the kernel
 _ARRIVED = "arrived"  # the local integer that tells all threads of a workgroup whether it is the last
 
@@ -43,29 +44,61 @@ def with_last_workgroups(
     result: list[Call | T] = []
     for item in items:
         last = result[-1] if result else None
-        if isinstance(item, Call) and isinstance(last, Call) and _may_follow(item, last, aliases, dialect):
-            result[-1] = _merged(last, item, dialect)
+        if (
+            isinstance(item, Call)
+            and isinstance(last, Call)
+            and (counting := _counting(item, last, aliases, dialect)) is not None
+        ):
+            result[-1] = _merged(last, item, counting, dialect)
         else:
             result.append(item)
     return result
 
 
-def _may_follow(second: Call, first: Call, aliases: Callable[[], Aliases], dialect: Dialect) -> bool:
-    """Whether the last workgroups of a reduction can call another kernel, which reduces its results."""
+class _Counting(NamedTuple):
+    """How the workgroups of a kernel are counted, and which of a second kernel the last of them calls."""
+
+    groups: int  # that are counted together
+    period: int  # after so many come others that are counted together with the first
+    together: int  # neighbours that are counted together
+    turns: int  # workgroups of the second kernel that the last calls, one after the other
+
+
+def _counting(
+    second: Call, first: Call, aliases: Callable[[], Aliases], dialect: Dialect
+) -> _Counting | None:
+    """How the last workgroups of a reduction can call another kernel, which reduces its results; or None."""
     calls = first, second
     if not all(call.reduces and _is_plain(call.source) for call in calls):
-        return False
+        return None
     threads, fewer = first.source.group[0], second.source.group[0]
     if first.source.grid[0] == 1 or fewer > threads or (fewer < threads and not dialect.threads_may_end):
-        return False
+        return None
     written = Touched(writes=first.touched.writes)
     if not orderings([written, Touched(reads=second.touched.reads)], {})[1]:
-        return False
-    if second.source.grid[0] == 1:
-        return True
-    # Others may still read and write when the last workgroup of some columns continues.
-    overwrites = orderings([first.touched, Touched(writes=second.touched.writes)], aliases())[1]
-    return not overwrites and _counting(first, second) is not None
+        return None
+    groups = second.source.grid[0]
+    counting = _of_own_results(first, second) if groups > 1 else None
+    # Others may still read and write when the last workgroup of some results continues.
+    writes = Touched(writes=second.touched.writes)
+    if counting is not None and not orderings([first.touched, writes], aliases())[1]:
+        return counting
+    return _Counting(first.source.grid[0], 1, 1, groups) if groups <= _MOST_TURNS else None
+
+
+def _of_own_results(first: Call, second: Call) -> _Counting | None:
+    """The same if each workgroup of the second kernel reads the results of some of the first only."""
+    reads, block, own = second.reads_own, first.source.block, second.source.block
+    if reads is None or not block or not own or (own % block and block % own):
+        return None
+    results = max(own, block)  # of the second that depend on the same workgroups of the first
+    near = results if reads.parts_first else results * reads.parts  # of the first, in memory
+    counters, count = reads.results // results, first.source.grid[0]
+    even = count * block == reads.results * reads.parts and second.source.grid[0] * own == reads.results
+    if not even or reads.results % results or near % block or counters > _MOST_COUNTERS:
+        return None
+    period = reads.results // block if reads.parts_first else count
+    return _Counting(count // counters, period, near // block, results // own)
 
 
 def _is_plain(source: KernelSource) -> bool:
@@ -76,31 +109,10 @@ def _is_plain(source: KernelSource) -> bool:
     return not (kernel.functions or kernel.tables or kernel.counters) and len(source.grid) == 1
 
 
-def _counting(first: Call, second: Call) -> tuple[int, int, int] | None:
-    """How workgroups are counted for those of a second kernel, of which each has the results of some.
-
-    That are how many there are for each, after how many the same ones come again, and how many neighbours
-    belong together. None if workgroups of the first do not write for one of the second only.
-    """
-    groups, count = second.source.grid[0], first.source.grid[0]
-    if groups == 1:
-        return count, 1, 1
-    reads, block, results = second.reads_own, first.source.block, second.source.block
-    if reads is None or not block or not results or groups * results != reads.results:
-        return None
-    if count * block != reads.results * reads.parts or groups > _MOST_COUNTERS:
-        return None
-    near = results if reads.parts_first else results * reads.parts  # neighbours in memory
-    if near % block:
-        return None
-    return count // groups, reads.results // block if reads.parts_first else count, near // block
-
-
-def _merged(first: Call, second: Call, dialect: Dialect) -> Call:
+def _merged(first: Call, second: Call, counting: _Counting, dialect: Dialect) -> Call:
     """A launch in which the last workgroups of a kernel call another."""
     calls, sources = (first, second), (first.source, second.source)
-    counting, threads = _counting(first, second), second.source.group[0]
-    assert counting is not None
+    threads = second.source.group[0]
     functions = {source.name: kernel_of(source) for source in sources}  # sizes may be all that differs
     kernel = ir.KernelIR(
         outputs=[dtype for source in sources for dtype in source.buffers],
@@ -113,20 +125,21 @@ def _merged(first: Call, second: Call, dialect: Dialect) -> Call:
         vectors=False,
         counters=_MOST_COUNTERS,
     )
-    kernel.sizes = sum(kernel_of(source).sizes for source in sources) + 3
+    kernel.sizes = sum(kernel_of(source).sizes for source in sources) + len(counting)
     sizes = [ir.Var(f"size{at}") for at in range(kernel.sizes)]
-    *_, count, period, together = sizes
+    *_, count, period, together, turns = sizes
     own = ir.Var("own")
     last = ir.Var("comes_last").ne(0)
+    # Functions use the same local memory.
+    again = ir.loop(
+        "turn", 0, turns, [_call(calls, 1, own * turns + ir.Var("turn")), ir.Barrier()], unrolled=1
+    )
     kernel.body = [
-        _call(kernel, calls, 0, ir.WORKGROUP),
+        _call(calls, 0, ir.WORKGROUP),
         ir.Let("own", ir.WORKGROUP % period // together),
         ir.ComesLast("comes_last", ir.COUNTERS, own, count, _ARRIVED),
         # Threads that are too many end, and no barrier waits for them.
-        ir.If(
-            last & (threads > ir.THREAD) if threads < kernel.group[0] else last,
-            [_call(kernel, calls, 1, own)],
-        ),
+        ir.If(last & (threads > ir.THREAD) if threads < kernel.group[0] else last, [again]),
     ]
     identity = digest(repr([(source.name, source.group) for source in sources]))
     number = int(identity, 16)
@@ -147,7 +160,7 @@ def _merged(first: Call, second: Call, dialect: Dialect) -> Call:
     )
 
 
-def _call(kernel: ir.KernelIR, calls: Sequence[Call], at: int, workgroup: ir.Expr) -> ir.CallFunction:
+def _call(calls: Sequence[Call], at: int, workgroup: ir.Expr) -> ir.CallFunction:
     """The call of one of the functions; the kernel has moved its buffers to their offsets."""
     source = calls[at].source
     before = calls[:at]
