@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import NATIVE, UnoptimizedDriver
+from conftest import CUDA_KINDS, DRIVERS, NATIVE, UnoptimizedDriver
 from test_cuda_sources import Imagined
 from test_graph import at
 from test_schedule import compiled
@@ -42,6 +42,7 @@ Reduction = Callable[[ps.Tensor], ps.Tensor]
 REDUCTIONS: dict[str, tuple[tuple[int, ...], Reduction]] = {
     "all items": ((512, 192), ps.sum),
     "all items, and more": ((512, 192), lambda x: ps.sqrt(ps.mean(x * x)) + 1.0),
+    "the place of the largest": ((512, 192), ps.argmax),
     "few columns": ((2048, 32), lambda x: ps.sum(x, axis=0)),
     "an uneven number of columns": ((2048, 100), lambda x: ps.sum(x, axis=0)),
     "many columns": ((256, 1024), lambda x: ps.sum(x, axis=0) * 2.0),
@@ -56,7 +57,7 @@ class _Counting(UnoptimizedDriver):
 
     def __init__(self) -> None:
         super().__init__(NATIVE, "counting", None)
-        self.capabilities = replace(self.capabilities, vector_width=1, max_group_size=32, compute_units=8)
+        self.capabilities = replace(self.capabilities, vector_width=1, max_group_size=32, compute_units=16)
 
     @property
     def _options(self) -> list[str]:
@@ -122,6 +123,37 @@ def test_shapes_that_share_a_kernel_are_counted_by_their_own_sizes(
             np.testing.assert_allclose(ps.sum(x).item(), array.sum(dtype=np.float64), rtol=1e-4, atol=1e-2)
             expected = array.sum(0, dtype=np.float64)
             np.testing.assert_allclose(ps.sum(x, axis=0).numpy(), expected, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", CUDA_KINDS)
+def test_a_gpu_counts_right_in_any_order(kind: str) -> None:
+    """Many launches in flight, and in graphs, of which no two of one kernel may overlap."""
+    device = Device.over(DRIVERS[kind]())
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal((512, 512)).astype(np.float32) for _ in range(6)]
+    given = [ps.asarray(array, device=device) for array in arrays]
+
+    def chains(*xs: ps.Tensor) -> list[ps.Tensor]:
+        results = []
+        for depth, x in enumerate(xs):
+            factor = x[0, :1]
+            for _ in range(depth):  # so that the sums are no single launch
+                factor = ps.max(ps.cos(factor), keepdims=True)
+            results += [ps.sum(x * factor), ps.sum(x * factor, axis=0)]
+        return results
+
+    for reduced in (ps.sum, ps.max, ps.argmax):
+        results = [[reduced(x).realize() for x in given] for _ in range(50)]
+        assert len({tuple(result.item() for result in turn) for turn in results}) == 1
+    np.testing.assert_allclose(ps.sum(given[0]).item(), arrays[0].sum(dtype=np.float64), rtol=1e-5, atol=1e-2)
+    step = ps.jit(chains)
+    first = [result.numpy() for result in step(*given)]
+    for result, expected in zip(first, chains(*given), strict=True):
+        np.testing.assert_allclose(result, expected.numpy(), rtol=1e-4, atol=1e-2)
+    for _ in range(50):
+        for result, before in zip(step(*given), first, strict=True):
+            np.testing.assert_array_equal(result.numpy(), before)
+    device.close()
 
 
 # What CUDA gets.

@@ -106,7 +106,7 @@ class _Steps:
                     touched=Touched(reads, writes + restored, self._ahead(group, launch)),
                     scratch=tuple(self._span(value) for value in scratch),
                     cost=cost,
-                    reduces=group.kind.has_loops and not group.kind.is_map,
+                    reduces=_reduces(group),
                     reads_own=_partials(group),
                 )
                 for launch, cost in zip(written.launches, costs(group, written), strict=True)
@@ -153,6 +153,12 @@ class _Steps:
         """The bytes of a temporary."""
         start = self._plan.offsets[value]
         return self._arena(value), start, start + self._layout.lifetimes[value].nbytes
+
+
+def _reduces(group: Group) -> bool:
+    """Whether it may be two reductions, or one of two."""
+    loops = group.kind.has_loops and not group.kind.is_map
+    return loops or group.nodes[0].primitive.kind is Kind.ARG_REDUCTION
 
 
 def _partials(group: Group) -> Partials | None:

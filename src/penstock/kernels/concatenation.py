@@ -48,7 +48,7 @@ class Call:
     touched: Touched
     scratch: tuple[Range, ...] = ()  # which it may write, too
     cost: Cost | None = None
-    reduces: bool = False  # by loops
+    reduces: bool = False  # by loops, or by a template
     reads_own: Partials | None = None  # if its workgroups do
 
 

@@ -74,8 +74,8 @@ def _counting(
     threads, fewer = first.source.group[0], second.source.group[0]
     if first.source.grid[0] == 1 or fewer > threads or (fewer < threads and not dialect.threads_may_end):
         return None
-    written = Touched(writes=first.touched.writes)
-    if not orderings([written, Touched(reads=second.touched.reads)], {})[1]:
+    written = Touched(writes=first.touched.writes + first.scratch)
+    if not orderings([written, Touched(reads=second.touched.reads + second.scratch)], {})[1]:
         return None
     groups = second.source.grid[0]
     counting = _of_own_results(first, second) if groups > 1 else None
