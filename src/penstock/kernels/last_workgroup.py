@@ -125,29 +125,29 @@ def _merged(first: Call, second: Call, counting: _Counting, dialect: Dialect) ->
         vectors=False,
         counters=_MOST_COUNTERS,
     )
-    kernel.sizes = sum(kernel_of(source).sizes for source in sources) + len(counting)
-    sizes = [ir.Var(f"size{at}") for at in range(kernel.sizes)]
-    *_, count, period, together, turns = sizes
+    *counted, turns = counting
+    kernel.sizes = sum(kernel_of(source).sizes for source in sources) + len(counted)
+    *_, count, period, together = (ir.Var(f"size{at}") for at in range(kernel.sizes))
     own = ir.Var("own")
     last = ir.Var("comes_last").ne(0)
-    # Functions use the same local memory.
-    again = ir.loop(
-        "turn", 0, turns, [_call(calls, 1, own * turns + ir.Var("turn")), ir.Barrier()], unrolled=1
-    )
+    whole: list[ir.Statement] = [_call(calls, 1, own)]
+    if turns > 1:  # in the same local memory; as a constant, since a loop takes registers
+        in_turn: list[ir.Statement] = [_call(calls, 1, own * turns + ir.Var("turn")), ir.Barrier()]
+        whole = [ir.loop("turn", 0, turns, in_turn, unrolled=1)]
     kernel.body = [
         _call(calls, 0, ir.WORKGROUP),
         ir.Let("own", ir.WORKGROUP % period // together),
         ir.ComesLast("comes_last", ir.COUNTERS, own, count, _ARRIVED),
         # Threads that are too many end, and no barrier waits for them.
-        ir.If(last & (threads > ir.THREAD) if threads < kernel.group[0] else last, [again]),
+        ir.If(last & (threads > ir.THREAD) if threads < kernel.group[0] else last, whole),
     ]
-    identity = digest(repr([(source.name, source.group) for source in sources]))
+    identity = digest(repr([turns, *((source.name, source.group) for source in sources)]))
     number = int(identity, 16)
     counters: Range = (_COUNTERS, number, number + 1)
     return Call(
         dialect.render(kernel, f"in_parts_{identity}"),
         first.locations + second.locations,
-        (*first.scalars, *second.scalars, *counting),
+        (*first.scalars, *second.scalars, *counted),
         first.constants + second.constants,
         first.work + second.work,
         Touched(
