@@ -44,8 +44,12 @@ def direct_launch(call: Call, launch: tuple[Any, Any, Any, list[Any]], schedule:
     return DirectLaunch((kernel, grid, group, sizes), touched, scalars, call.constants)
 
 
-def _direct_run(launch: DirectLaunch, schedule: Schedule, device: Device) -> RunProgram:
+def _direct_run(
+    launch: DirectLaunch, schedule: Schedule, device: Device, arenas: Callable[[], list[Buffer]] | None
+) -> RunProgram:
     """What runs a program that is a single launch with one output, while `device.running` is held.
+
+    Its temporaries are in the only one of `arenas`, if it has any.
 
     All arguments are set each time: there is nothing to compare, and little between a call and its launch.
     """
@@ -58,11 +62,12 @@ def _direct_run(launch: DirectLaunch, schedule: Schedule, device: Device) -> Run
     def run(inputs: Sequence[Buffer], numbers: Sequence[Any]) -> list[Buffer]:
         if layers.hosts_state:
             inputs = on_device(inputs, schedule.hosted, device)
+        arena = None if arenas is None else arenas()[0]  # before the result, for which it may make room
         try:
             result = Buffer(driver, nbytes, layers.source)
         except OutOfDeviceMemory:
             result = device.empty(nbytes)  # which makes room
-        taken = touched([None, *inputs, result])
+        taken = touched([arena, *inputs, result])
         native = [*map(_native, taken), *scalars]
         for constant in constants:
             native += (numbers[constant],)
@@ -83,8 +88,8 @@ def direct_runs(
 ) -> RunProgram:
     """The same for a few launches, with any number of outputs; `has_arenas`: temporaries are in `arenas`."""
     simple = len(launches) == len(schedule.outputs) == 1 and {*schedule.results} == {*schedule.outputs}
-    if simple and not has_arenas:
-        return _direct_run(launches[0], schedule, device)
+    if simple and (not has_arenas or len(schedule.arenas) == 1):
+        return _direct_run(launches[0], schedule, device, arenas if has_arenas else None)
     steps = [
         (device.stream.launcher(launch.command), launch.touched, launch.scalars, launch.constants)
         for launch in launches

@@ -14,7 +14,7 @@ _LARGEST = 2**31 - 1  # of an argument; larger integers stay constants
 _FIELDS: dict[type, tuple[str, ...]] = {}  # by type of node
 _NOT_PRINTED: dict[type, tuple[str, ...]] = {
     ir.For: ("trips",),
-    ir.KernelIR: ("grid", "group", "resident", "cluster"),
+    ir.KernelIR: ("grid", "group", "resident", "cluster", "block"),
 }
 
 

@@ -53,7 +53,8 @@ class ThreadPrinter(CPrinter):
                 words = ", ".join(map(self.expr, (*totals, *left, *right)))
                 return [f"MULTIPLY_TILES_{dtype.upper()}({words});"]
             case ir.ComesLast(name, counters, index, count, array):
-                asked = f"COMES_LAST({counters} + {self.addend(index)}, {count})"
+                own = f"{self.kernel_name}_" if counters == ir.COUNTERS else ""
+                asked = f"COMES_LAST({own}{counters} + {self.addend(index)}, {self.expr(count)})"
                 first = f"if (THREAD == 0) {array}[0] = {asked};"
                 return ["DEVICE_BARRIER;", first, "BARRIER;", f"int {name} = {array}[0];"]
             case ir.WaitForEarlier():

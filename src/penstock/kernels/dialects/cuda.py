@@ -27,6 +27,7 @@ typedef unsigned long ulong;
 #define LOCAL __shared__
 #define LOCAL_AT
 #define CONSTANT static __constant__
+#define COUNTERS static __device__
 #define DEVICE static __device__ __forceinline__
 #define CALLED static __device__ __noinline__
 #define RESTRICT __restrict__
@@ -240,6 +241,7 @@ class Cuda(CDialect):
     compiles_side_by_side = True
     shuffles = True
     device_atomics = True
+    threads_may_end = True
     raw_types: Mapping[str, str] = {dtype: _PLAIN_TYPES.get(word, word) for dtype, word in C_TYPES.items()}
     raw_words = _RAW_WORDS
     raw_global = ""

@@ -47,7 +47,9 @@ class ColumnLoops(LoopNest):
         parts = threads // abreast
         in_turn = len(self.order) > 1
         self.order = (parts, 1) if in_turn else (parts,)
-        kernel.grid, kernel.group = (-(-size // (abreast * lanes)),), (threads,)
+        block = abreast * lanes
+        kernel.grid, kernel.group = (-(-size // block),), (threads,)
+        kernel.block = block if all(node.size == size for node in self.group.outputs) else 0
         last = size - lanes
         kernel.body = [
             ir.Let("begin", (ir.WORKGROUP * abreast + ir.THREAD % abreast) * lanes),

@@ -92,6 +92,7 @@ class RowLoops(VectorsOfRows):
             kernel.grid, kernel.group = (-(-rows // part_rows),), (self._threads * together,)
             # Some workgroups would have rows beyond the last.
             self._uneven = rows % part_rows > 0 or self.shared
+            kernel.block = part_rows if all(node.size == rows for node in self.group.outputs) else 0
             if self._threads > _FEW_THREADS:
                 kernel.resident = max(1, _RESIDENT // self._threads)
             first = ir.WORKGROUP * part_rows
@@ -211,7 +212,8 @@ class RowLoops(VectorsOfRows):
             threads = self._busiest_threads(vectors)
         while self._column_sums and -(-vectors // threads) * self.lanes > _ITEMS:
             threads *= 2  # they are in registers
-        while 2 * threads <= min(most, vectors) and rows * threads < _BUSY * self.units:
+        enough = self._reads_at_once(rows, threads)
+        while 2 * threads <= min(most, vectors) and rows * threads < _BUSY * self.units and not enough:
             threads *= 2
         together = max(1, min(_FEW_THREADS, most) // threads)
         while (self._part_rows() or rows) % together and not self._may_be_uneven():
@@ -219,6 +221,19 @@ class RowLoops(VectorsOfRows):
         if threads * together < _WARP:  # a warp exchanges values among all its threads
             threads, together = _WARP, 1
         return threads, together
+
+    def _reads_at_once(self, rows: int, threads: int) -> bool:
+        """Whether a single row is only reduced, by threads that have all their items on the way at once.
+
+        More of them would not save time, and the last workgroup of another kernel may have no more.
+        """
+        stored = self._column_sums or any(map(self._is_whole, self.group.outputs))
+        return (
+            rows == 1
+            and max(self._levels.values()) == 1
+            and not stored
+            and self.group.columns <= _ITEMS * threads
+        )
 
     @staticmethod
     def _busiest_threads(vectors: int) -> int:
