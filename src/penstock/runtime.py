@@ -19,7 +19,7 @@ from penstock.config import Settings, parse_bytes
 from penstock.drivers.driver import Capabilities, Driver, Kernel, Source
 from penstock.errors import OutOfDeviceMemory
 from penstock.lru import LRU
-from penstock.memory.buffer import Buffer
+from penstock.memory.buffer import Buffer, new_buffer
 from penstock.memory.ledger import DeviceMemory, register, unregister
 from penstock.memory.messages import out_of_memory, with_owners
 from penstock.memory.pool import BufferPool
@@ -161,11 +161,11 @@ class Device:
         if opened.stream.unavailable:
             opened.stream.check_available()
         try:
-            return Buffer(opened.driver, nbytes, opened.source, unused)
+            return new_buffer(opened.driver, nbytes, opened.source, unused)
         except OutOfDeviceMemory:
             self._make_room(opened)
         try:
-            return Buffer(opened.driver, nbytes, opened.source, unused)
+            return new_buffer(opened.driver, nbytes, opened.source, unused)
         except OutOfDeviceMemory as error:
             if spills and self.capabilities.offloads:
                 return self._new(nbytes, unused, spills) if self.spill() else opened.hosted(nbytes)
@@ -183,7 +183,7 @@ class Device:
         if not opened.driver.reaches_pinned:
             return self._new(nbytes, spills=True)
         opened.stream.check_available()
-        return Buffer(opened.driver, nbytes, opened.visible)
+        return new_buffer(opened.driver, nbytes, opened.visible)
 
     def scratch(self, sizes: Sequence[int], beside: int = 0) -> list[Buffer]:
         """Arenas for temporaries; programs share them because they run in sequence.

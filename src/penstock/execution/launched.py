@@ -11,7 +11,7 @@ from penstock.compiler.schedule import Copy, Schedule
 from penstock.errors import OutOfDeviceMemory
 from penstock.execution.hosting import on_device
 from penstock.kernels.source import ALIGNMENT
-from penstock.memory.buffer import Buffer
+from penstock.memory.buffer import Buffer, new_buffer
 from penstock.runtime import Device
 from penstock.stream.program import CopyEnds, Program
 from penstock.stream.queue import Uses
@@ -42,22 +42,23 @@ def direct_run(launch: DirectLaunch, schedule: Schedule, device: Device) -> RunP
     (output,) = schedule.outputs
     nbytes, is_shared = schedule.buffers[output].nbytes, any(schedule.shared)
     values = len(schedule.results)  # several of them may be one
+    in_order = (*touched(range(output + 1)),) == (output, *range(1, output))  # the output, then all inputs
 
     def run(inputs: Sequence[Buffer], numbers: Sequence[Any]) -> list[Buffer]:
         if layers.hosts_state:
             inputs = on_device(inputs, schedule.hosted, device)
         try:
-            result = Buffer(driver, nbytes, layers.source)
+            result = new_buffer(driver, nbytes, layers.source)
         except OutOfDeviceMemory:
             result = device.empty(nbytes)  # which makes room
-        taken = touched([None, *inputs, result])
+        taken = [result, *inputs] if in_order else touched([None, *inputs, result])
         native = [*map(_native, taken), *scalars]
-        for constant in constants:
-            native += (numbers[constant],)
+        if constants:
+            native += [numbers[constant] for constant in constants]
         record(native, taken)
         if is_shared:
             result.shared = True
-        return [result] * values
+        return [result] if values == 1 else [result] * values
 
     return run
 

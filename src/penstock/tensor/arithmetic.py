@@ -11,7 +11,7 @@ from penstock.graph.node import DType, Node
 from penstock.tensor import dtypes
 from penstock.tensor.arguments import of_tensor
 from penstock.tensor.broadcasting import broadcast, common_shape
-from penstock.tensor.composite import composite
+from penstock.tensor.composite import again, again_with_number, composite, is_computed, note_number
 from penstock.tensor.core import Tensor, install, record, scalar
 from penstock.tensor.examples import with_example
 from penstock.tensor.operands import (
@@ -101,6 +101,7 @@ __all__ = [
 # The kinds of dtypes that a function takes, as NumPy's letters.
 _BOOL, _INTEGER, _REAL, _NUMBER, _ANY = "b", "iu", "iuf", "iufc", "biufc"
 _FLOATING = "fc"
+_general: dict[str, Callable[[Any, Any], Tensor]] = {}  # of functions of two operands, what records them
 
 
 def _check(name: str, kinds: str, *tensors: Tensor) -> None:
@@ -114,17 +115,22 @@ def _to_floating(x: Tensor) -> Tensor:
 
 
 def _unary(name: str, apply: Callable[[Node], Node], kinds: str, doc: str) -> Callable[[Tensor], Tensor]:
-    def function(x: Tensor, /) -> Tensor:
-        if not isinstance(x, Tensor):
-            given = type(x).__name__
-            raise TypeError(f"{name} takes a tensor, and {given} was given; ps.asarray makes one of it")
-        node = x._node
-        if node.dtype.kind in kinds:
-            return record(apply(node), x)
+    def general(x: Tensor) -> Tensor:
         if kinds == _FLOATING and x.dtype.kind in "biu":
             x = _to_floating(x)
         _check(name, kinds, x)
         return record(apply(x._node), x)
+
+    composed = composite(general)
+
+    def function(x: Tensor, /) -> Tensor:
+        if not isinstance(x, Tensor):
+            given = type(x).__name__
+            raise TypeError(f"{name} takes a tensor, and {given} was given; ps.asarray makes one of it")
+        repeated = again(general, x)
+        if repeated is not None:
+            return repeated
+        return composed(x) if is_computed(x) else general(x)
 
     function.__name__ = function.__qualname__ = name
     function.__doc__ = with_example(name, doc)
@@ -138,13 +144,24 @@ def _binary(
         return of_alike(*operands(x1, x2, name=name))
 
     composed = composite(general)
+    _general[name] = general
 
     def function(x1: Any, x2: Any, /) -> Tensor:
+        if isinstance(x1, Tensor) and isinstance(x2, Tensor):
+            repeated = again(general, x1, x2)
+            if repeated is None and is_computed(x1) and is_computed(x2):
+                repeated = composed(x1, x2)
+        else:
+            repeated = again_with_number(general, x1, x2)
+        if repeated is not None:
+            return repeated
         quick = plain(x1, x2)
         if quick is not None:
             first, second, device, gradient = quick
             if first.dtype.kind in kinds:
                 node = apply(first, second)
+                if not gradient:
+                    note_number(general, node, device, x1, x2)
                 if not gradient or (node.dtype.kind == "f" and recording()):
                     return Tensor(node, device, gradient)
         elif values_only(x1, x2):
@@ -375,8 +392,14 @@ _OPERATORS = {
 
 
 def _operator(function: Callable[[Any, Any], Tensor], swapped: bool = False) -> Callable[[Tensor, Any], Any]:
+    general = _general[function.__name__]
+
     def operate(self: Tensor, other: Any) -> Any:
-        if type(other) is not Tensor and not isinstance(other, OPERANDS):
+        if type(other) is Tensor:
+            repeated = again(general, other, self) if swapped else again(general, self, other)
+            if repeated is not None:
+                return repeated
+        elif not isinstance(other, OPERANDS):
             return NotImplemented
         return function(other, self) if swapped else function(self, other)
 

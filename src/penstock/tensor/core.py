@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, overload
 import numpy as np
 import numpy.typing as npt
 
-from penstock.execution.realize import Replaced, precompile, realize, value_of, waits_for_a_compiler
+from penstock.execution.realize import Replaced, compute, precompile, realize, value_of, waits_for_a_compiler
 from penstock.graph import elementwise, shaping
 from penstock.graph.custom_vjp import refused, refusing
 from penstock.graph.node import DType, Node, Shape, leaf
@@ -192,7 +192,7 @@ class Tensor(Operators, Methods):
         if _captures:
             self._realize()
         else:
-            realize((self._actual_node,), self.device)
+            compute(self._actual_node, self.device)
         return self
 
     def numpy(self) -> npt.NDArray[Any]:
