@@ -86,7 +86,7 @@ def realize(
                 run = (device.executables or executables(device)).singles.get(key)
                 if run is not None:
                     numbers = constant_values(tuple(constants)) if constants else ()
-                    if node.like is not None and node.like.takes(node, given):
+                    if node.like is not None and [*node.like.values(node)] == [*given]:
                         node.like.run, node.like.numbers = run, numbers
                     try:
                         (value,) = run(inputs, numbers)
@@ -134,14 +134,16 @@ def compute(node: Node, device: Device) -> None:
         like = node.like
         if like is not None and node.value is None:
             run, numbers = like.run, like.numbers
+            inputs: Sequence[Node] = node.inputs
             if run is not None and not device.executables.stream.recorders and not device.updated:
-                if like.number_at is None:
-                    values = [*map(_value, node.inputs)]
-                else:
-                    values = [node.inputs[1 - like.number_at].value]
-                    numbers = numbers_of(node.inputs[like.number_at])
+                if like.number_at is not None:
+                    numbers = numbers_of(inputs[like.number_at])
+                    inputs = like.values(node)
+                elif like.through:
+                    inputs = like.values(node)
+                values = [*map(_value, inputs)]
                 try:
-                    if None not in values:
+                    if values and None not in values:
                         (value,) = run(values, numbers)
                         node.value, node.inputs = value, ()  # as by `set_value`: no gradient passes
                         return

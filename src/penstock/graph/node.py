@@ -249,25 +249,31 @@ class Node:
 class Example:
     """What nodes of the same operation, on values of the same shapes and dtypes, have in common."""
 
-    __slots__ = ("inputs_of", "node", "number_at", "numbers", "run")
+    __slots__ = ("inputs_of", "node", "number_at", "numbers", "run", "through")
 
     def __init__(
         self,
         node: Node,
-        inputs_of: Callable[[Sequence[Node]], tuple[Node, ...]],
+        inputs_of: Callable[[Sequence[Node]], tuple[Node, ...]] = tuple,
         number_at: int | None = None,
+        through: bool = False,
     ) -> None:
         """`node`: on stand-ins. `inputs_of`: the inputs of another like it, from the nodes of arguments."""
         self.node = node
         self.inputs_of = inputs_of
         self.number_at = number_at  # which of its two inputs is a constant, that is another each time
+        self.through = through  # whether the only other input is pending too, on values
         self.run: Any = None  # what computes it on a device, once that is known
         self.numbers: tuple[Any, ...] = ()  # the constants that this takes, if they are the same each time
 
-    def takes(self, node: Node, given: Sequence[Node]) -> bool:
-        """Whether what computes a node from `given` computes all nodes like it: these are all its inputs."""
-        inputs = [parent for at, parent in enumerate(node.inputs) if at != self.number_at]
-        return inputs == list(given)
+    def values(self, node: Node) -> Sequence[Node]:
+        """The nodes from whose values a node like this is computed; none if that is not known."""
+        inputs = node.inputs
+        if self.number_at is not None:
+            inputs = (inputs[1 - self.number_at],)
+        if self.through:
+            inputs = inputs[0].inputs if inputs[0].value is None else ()
+        return inputs
 
 
 def topological(

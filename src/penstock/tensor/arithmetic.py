@@ -11,7 +11,7 @@ from penstock.graph.node import DType, Node
 from penstock.tensor import dtypes
 from penstock.tensor.arguments import of_tensor
 from penstock.tensor.broadcasting import broadcast, common_shape
-from penstock.tensor.composite import again, again_with_number, composite, is_computed, note_number
+from penstock.tensor.composite import composite
 from penstock.tensor.core import Tensor, install, record, scalar
 from penstock.tensor.examples import with_example
 from penstock.tensor.operands import (
@@ -25,6 +25,7 @@ from penstock.tensor.operands import (
     values_only,
 )
 from penstock.tensor.recording import recording
+from penstock.tensor.repeated import again, again_with_number, is_computed, note_number
 
 __all__ = [
     "abs",

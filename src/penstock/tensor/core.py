@@ -155,14 +155,6 @@ class Tensor(Operators, Methods):
         return size
 
     @property
-    def T(self) -> Tensor:  # noqa: N802 - the standard's name
-        """The transpose of a matrix."""
-        node = self._node
-        if len(node.shape) != 2:
-            raise ValueError(f"T is for matrices, and the shape is {self.shape}; use permute_dims or mT")
-        return record(shaping.permute(node, (1, 0)), self)
-
-    @property
     def mT(self) -> Tensor:  # noqa: N802 - the standard's name
         """The transposes of the matrices in the last two axes."""
         if self.ndim < 2:
