@@ -6,7 +6,6 @@ program.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,10 +60,13 @@ def again_with_number(function: Callable[..., Tensor], x1: Any, x2: Any) -> Tens
     if core._captures or type(number) not in _PLAIN or not isinstance(x, Tensor) or x._actual_requires_grad:
         return None
     node, device = x._actual_node, x.device
+    below = node.like
     if node.value is not None:
         like = device.subgraphs.get((function, node.shape, node.dtype.name, type(number), at))
+    elif below is None or below.through or below.number_at is not None:
+        return None
     else:
-        like = node.like and device.subgraphs.get((function, node.like, type(number), at))
+        like = device.subgraphs.get((function, below, type(number), at))
     if like is None or node.tracked:
         return None
     try:
@@ -103,27 +105,31 @@ def sliced(x: Tensor, slices: Slices, shape: Shape) -> Tensor:
     kind = (node.shape, node.dtype.name, slices, shape)
     like = device.parts.get(kind)
     if like is None:
-        if device.reuses_graphs and _is_copied(node, slices, device):
-            stand_in = placeholder(node.shape, node.dtype)
-            example = shaping.reshape(shaping.slice_(stand_in, slices), shape)
-            example.like = Example(example, through=example.primitive is shaping.RESHAPE)
-            with device.running:  # for other threads
-                device.parts[kind] = example.like
-        return Tensor(shaping.reshape(shaping.slice_(node, slices), shape), device)
-    example = like.node
+        result = shaping.reshape(shaping.slice_(node, slices), shape)
+        if device.reuses_graphs and result is not node and not is_much(result):
+            _note_slices(node, slices, shape, device)
+        return Tensor(result, device)
     if like.through:
-        return tensor_like(example.alike((example.inputs[0].alike((node,)),)), device)
-    return tensor_like(example.alike((node,)), device)
+        node = like.node.inputs[0].alike((node,))
+    return tensor_like(like.node.alike((node,)), device)
+
+
+def _note_slices(node: Node, slices: Slices, shape: Shape, device: Device) -> None:
+    """Have `sliced` make nodes like the first."""
+    example = shaping.reshape(shaping.slice_(placeholder(node.shape, node.dtype), slices), shape)
+    like = Example(example, through=example.inputs[0].value is None)
+    if _is_copied(
+        node, slices, device
+    ):  # else there may be no program, as it lies in the memory of its input
+        example.like = like
+    with device.running:  # for other threads
+        device.parts[node.shape, node.dtype.name, slices, shape] = like
 
 
 def _is_copied(node: Node, slices: Sequence[tuple[int, int, int]], device: Device) -> bool:
     """Whether slices of a value are copied, wherever that lies: see `sharing`."""
     counts = tuple([count for _, count, _ in slices])
-    if (
-        counts == node.shape
-        or 0 in counts
-        or math.prod(counts) * node.dtype.itemsize > core.MAX_PENDING_BYTES
-    ):
+    if counts == node.shape or 0 in counts:
         return False
     first = first_item(node.shape, slices)
     return first is None or bool(first * node.dtype.itemsize % device.capabilities.offset_alignment)
