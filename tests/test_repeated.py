@@ -183,7 +183,7 @@ def test_graphs_that_are_not_reused() -> None:
         assert (x.T * 2.0).tolist() == [[2, 6], [4, 8]]
         assert x[1].tolist() == [3, 4]
     assert not device.subgraphs
-    assert not device.parts
+    assert not device.examples
     device.close()
 
 

@@ -42,6 +42,7 @@ def direct_run(launch: DirectLaunch, schedule: Schedule, device: Device) -> RunP
     (output,) = schedule.outputs
     nbytes, is_shared = schedule.buffers[output].nbytes, any(schedule.shared)
     values = len(schedule.results)  # several of them may be one
+    count, in_turn = len(constants), [*constants] == [*range(len(constants))]
     in_order = (*touched(range(output + 1)),) == (output, *range(1, output))  # the output, then all inputs
 
     def run(inputs: Sequence[Buffer], numbers: Sequence[Any]) -> list[Buffer]:
@@ -54,7 +55,7 @@ def direct_run(launch: DirectLaunch, schedule: Schedule, device: Device) -> RunP
         taken = [result, *inputs] if in_order else touched([None, *inputs, result])
         native = [*map(_native, taken), *scalars]
         if constants:
-            native += [numbers[constant] for constant in constants]
+            native += numbers[:count] if in_turn else [numbers[constant] for constant in constants]
         record(native, taken)
         if is_shared:
             result.shared = True

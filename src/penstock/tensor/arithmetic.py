@@ -176,7 +176,8 @@ def _recording(name: str, apply: Callable[[Node, Node], Node], kinds: str) -> tu
         if quick is not None:
             first, second, device, gradient = quick
             if first.dtype.kind in kinds:
-                if not gradient and first.value is not None and second.value is not None:
+                known = first.value is not None and second.value is not None and first is not second
+                if known and not gradient:
                     return composed(x1, x2)
                 node = apply(first, second)
                 if not gradient and node.depth == 2:  # the constant, and this

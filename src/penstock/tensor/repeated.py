@@ -6,7 +6,8 @@ program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 from penstock.execution.sharing import first_item
@@ -19,6 +20,7 @@ from penstock.tensor.core import Tensor, record
 from penstock.tensor.operands import constant_like
 
 _PLAIN = (float, int)  # types of the numbers that most operations have
+_TOLD_APART = {int, bool, str, tuple, NoneType}  # not floats: 0.0 == -0.0
 _new_tensor = Tensor.__new__
 Slices = tuple[tuple[int, int, int], ...]
 
@@ -62,11 +64,11 @@ def again_with_number(function: Callable[..., Tensor], x1: Any, x2: Any) -> Tens
     node, device = x._actual_node, x.device
     below = node.like
     if node.value is not None:
-        like = device.subgraphs.get((function, node.shape, node.dtype.name, type(number), at))
+        like = device.examples.get((function, node.shape, node.dtype.name, type(number), at))
     elif below is None or below.through or below.number_at is not None:
         return None
     else:
-        like = device.subgraphs.get((function, below, type(number), at))
+        like = device.examples.get((function, below, type(number), at))
     if like is None or node.tracked:
         return None
     try:
@@ -94,7 +96,39 @@ def note_number(function: Callable[..., Tensor], node: Node, device: Device, x1:
     example = node.on((stand_in, constant) if at else (constant, stand_in))
     example.like = Example(example, number_at=at, through=through)
     with device.running:  # for other threads
-        device.subgraphs[function, *kind, type(number), at] = example.like
+        device.examples[function, *kind, type(number), at] = example.like
+
+
+def again_with(
+    function: Callable[..., Tensor], x: Tensor, rest: tuple[Any, ...], named: Mapping[str, Any]
+) -> Tensor | None:
+    """What a composite gives for a computed value and arguments that are no tensors; see `note_with`."""
+    node, device = x._actual_node, x.device
+    if core._captures or x._actual_requires_grad or node.value is None or node.tracked:
+        return None
+    if named:
+        rest += (*named, *named.values())
+    try:
+        like = device.examples.get((function, node.shape, node.dtype.name, *rest, *map(type, rest)))
+    except TypeError:  # an argument is not hashable
+        return None
+    return None if like is None else tensor_like(like.node.alike((node,)), device)
+
+
+def note_with(
+    like: Example,
+    function: Callable[..., Tensor],
+    x: Tensor,
+    rest: tuple[Any, ...],
+    named: Mapping[str, Any],
+) -> None:
+    """Have `again_with` make nodes like others, if the arguments are told apart by their types and values."""
+    if named:
+        rest += (*named, *named.values())
+    if like.node.like is not None and like.inputs_of is tuple and _TOLD_APART.issuperset(map(type, rest)):
+        with x.device.running:  # for other threads
+            kind = (function, x.shape, x.dtype.name, *rest, *map(type, rest))
+            x.device.examples[kind] = like
 
 
 def sliced(x: Tensor, slices: Slices, shape: Shape) -> Tensor:
@@ -103,7 +137,7 @@ def sliced(x: Tensor, slices: Slices, shape: Shape) -> Tensor:
     if core._captures or x._actual_requires_grad or node.value is None or node.tracked:
         return record(shaping.reshape(shaping.slice_(x._node, slices), shape), x)
     kind = (node.shape, node.dtype.name, slices, shape)
-    like = device.parts.get(kind)
+    like = device.examples.get(kind)
     if like is None:
         result = shaping.reshape(shaping.slice_(node, slices), shape)
         if device.reuses_graphs and result is not node and not is_much(result):
@@ -123,7 +157,7 @@ def _note_slices(node: Node, slices: Slices, shape: Shape, device: Device) -> No
     ):  # else there may be no program, as it lies in the memory of its input
         example.like = like
     with device.running:  # for other threads
-        device.parts[node.shape, node.dtype.name, slices, shape] = like
+        device.examples[node.shape, node.dtype.name, slices, shape] = like
 
 
 def _is_copied(node: Node, slices: Sequence[tuple[int, int, int]], device: Device) -> bool:
