@@ -113,7 +113,7 @@ def made(far: bool, seed: int = 0) -> Device:
 def still_computes(device: Device, kernels: dict[str, Any]) -> None:
     """Later commands of the interrupted size are right, and all memory is accounted for."""
     for lane in (device.stream.compute, device.stream.incoming, device.stream.outgoing):
-        assert len(lane._open.events) == len(lane._open.commands)
+        assert len(lane.opened.events) == len(lane.opened.commands)
     for _ in range(2):
         x, y = device.upload(np.full(SIZE, 3, np.float32)), device.upload(np.ones(SIZE, np.float32))
         device.stream.launch(kernels["axpy"], (1,), (1,), (x, y, 2.0, SIZE))

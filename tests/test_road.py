@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import DRIVERS, SMALL
 
 import penstock as ps
 from penstock import Device
@@ -26,6 +27,18 @@ FUNCTIONS: dict[str, Callable[[ps.Tensor], ps.Tensor]] = {
     "softmax": lambda x: ps.nn.functional.softmax(x, axis=1),
     "layer norm": lambda x: ps.nn.functional.layer_norm(x, (8,)),
     "concat": lambda x: ps.concat([x, x]),
+}
+# What is frequent, and how many Python functions it calls in all, but for the launch.
+FREQUENT: dict[str, tuple[Callable[[ps.Tensor, ps.Tensor], ps.Tensor], int]] = {
+    "add": (lambda x, y: x + y, 12),
+    "broadcast": (lambda x, row: x + row, 12),
+    "number": (lambda x, y: x * 2.0, 16),
+    "number first": (lambda x, y: 1 / x, 16),
+    "function": (lambda x, y: ps.exp(x), 12),
+    "transpose": (lambda x, y: x.T + 1.0, 20),
+    "slice": (lambda x, y: x[3], 16),
+    "block": (lambda x, y: x[:4, 1:], 16),
+    "softmax": (lambda x, y: ps.nn.functional.softmax(x, axis=1), 14),
 }
 # Of Python functions, to record a function and after that; each takes about 0.1 µs.
 MOST_TO_RECORD = 8
@@ -103,3 +116,18 @@ def test_a_function_that_is_known_is_a_node(
     function(x)
     counted = Counted(device, monkeypatch)
     assert counted.of(lambda: function(x)) <= MOST_TO_RECORD
+
+
+@pytest.mark.parametrize("kind", sorted({*DRIVERS} & {"opencl-device"}))  # of memory that the host cannot see
+@pytest.mark.parametrize("name", FREQUENT)
+def test_a_frequent_operation_takes_few_calls(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device.over(DRIVERS[kind](), SMALL)
+    operation, most = FREQUENT[name]
+    x, y = small(device), small(device)
+    if name == "broadcast":
+        y = y[3].realize()
+    counted = Counted(device, monkeypatch)
+    for _ in range(12):
+        operation(x, y).realize()
+    assert min(counted.of(lambda: operation(x, y).realize()) for _ in range(5)) <= most
+    device.close()

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from penstock.config import Settings
 from penstock.drivers.driver import Driver
 from penstock.errors import DeviceUnavailable
-from penstock.memory.buffer import Buffer
+from penstock.memory.buffer import Buffer, new_buffer
 from penstock.memory.ledger import DeviceMemory
 from penstock.memory.pool import BufferPool
 from penstock.memory.resource import Limit, Raw
@@ -64,12 +64,12 @@ class Layers:
         buffer = self.host_scratch
         if buffer is None or buffer.nbytes < nbytes:
             self.host_scratch = None  # first, so that both need not be allocated together
-            buffer = self.host_scratch = Buffer(self.driver, nbytes, self.visible)
+            buffer = self.host_scratch = new_buffer(self.driver, nbytes, self.visible)
         return buffer
 
     def hosted(self, nbytes: int) -> Buffer:
         """Pinned memory of the host for state that lies there between the runs of programs."""
-        buffer = Buffer(self.driver, nbytes, self.visible)
+        buffer = new_buffer(self.driver, nbytes, self.visible)
         buffer.hosted = self.hosts_state = True
         return buffer
 

@@ -19,7 +19,7 @@ from penstock.config import Settings, parse_bytes
 from penstock.drivers.driver import Capabilities, Driver, Kernel, Source
 from penstock.errors import OutOfDeviceMemory
 from penstock.lru import LRU
-from penstock.memory.buffer import Buffer
+from penstock.memory.buffer import Buffer, new_buffer
 from penstock.memory.ledger import DeviceMemory, register, unregister
 from penstock.memory.messages import out_of_memory, with_owners
 from penstock.memory.pool import BufferPool
@@ -31,6 +31,7 @@ from penstock.stream.stream import Stream
 from penstock.stream.watching import Watched
 
 _MOST_SUBGRAPHS = 1024
+_MOST_EXAMPLES = 1024
 _MUCH_IDLE = 64 << 20  # bytes that are worth a wait to give back
 
 T = TypeVar("T")
@@ -62,6 +63,9 @@ class Device:
         self.running = threading.RLock()  # held while values are computed, or a program is recorded
         self.executables: Any = None  # the cache of `penstock.execution.realize`
         self.subgraphs = LRU[Hashable, Any](_MOST_SUBGRAPHS)  # recorded graphs that are reused
+        self.examples = LRU[Hashable, Any](
+            _MOST_EXAMPLES
+        )  # the same of slices and the like, which may be many
         # Pending nodes of parameters that were changed in place; the next run computes them too.
         self.updated: dict[int, weakref.ref[Any]] = {}
         self.dispatcher: Any = None  # of `auto`: places programs on several devices
@@ -161,11 +165,11 @@ class Device:
         if opened.stream.unavailable:
             opened.stream.check_available()
         try:
-            return Buffer(opened.driver, nbytes, opened.source, unused)
+            return new_buffer(opened.driver, nbytes, opened.source, unused)
         except OutOfDeviceMemory:
             self._make_room(opened)
         try:
-            return Buffer(opened.driver, nbytes, opened.source, unused)
+            return new_buffer(opened.driver, nbytes, opened.source, unused)
         except OutOfDeviceMemory as error:
             if spills and self.capabilities.offloads:
                 return self._new(nbytes, unused, spills) if self.spill() else opened.hosted(nbytes)
@@ -183,7 +187,7 @@ class Device:
         if not opened.driver.reaches_pinned:
             return self._new(nbytes, spills=True)
         opened.stream.check_available()
-        return Buffer(opened.driver, nbytes, opened.visible)
+        return new_buffer(opened.driver, nbytes, opened.visible)
 
     def scratch(self, sizes: Sequence[int], beside: int = 0) -> list[Buffer]:
         """Arenas for temporaries; programs share them because they run in sequence.

@@ -16,7 +16,7 @@ from penstock.graph.node import Node
 from penstock.kernels.source import ALIGNMENT
 from penstock.lru import LRU
 from penstock.measuring.rates import Rates, at
-from penstock.memory.buffer import Buffer
+from penstock.memory.buffer import Buffer, new_buffer
 from penstock.memory.pool import size_class
 from penstock.runtime import Device
 
@@ -91,7 +91,7 @@ class Locations:
         buffer.shared = True
         memory = Memory(buffer.memory.host[buffer.offset :][: buffer.nbytes], buffer.nbytes, None)
         memory.host = memory.native
-        adopted = Buffer(target.driver, buffer.nbytes, _Lender(buffer, memory))
+        adopted = new_buffer(target.driver, buffer.nbytes, _Lender(buffer, memory))
         adopted.shared = True
         return adopted
 

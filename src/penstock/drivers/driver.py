@@ -5,6 +5,7 @@ The contract, on which the layers above rely:
 - A queue runs its commands in the order in which they were recorded. Two queues are ordered only by events.
 - Recording never waits for the device. A recorded command may start at once, but is certain to run only after
   the next `flush`, so the queue of an event has to be flushed before anything waits for the event.
+- Commands that follow one another on a queue may have one event, which is done when the last of them is.
 - A command that fails completes its event: `is_done` returns True, and `failures` gives the reason.
 - The caller keeps memory that a command touches allocated until the event of the command is done.
 """

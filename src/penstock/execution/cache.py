@@ -74,6 +74,7 @@ class ExecutableCache:
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self.stream = device.stream
         self.kernels = KernelCache(device)
         self._forced = device.settings.force_kernels
         self._programs = LRU[Hashable, Executable](_MAX_PROGRAMS)

@@ -16,7 +16,7 @@ from penstock.graph.bounds import BOUNDED, Bound
 from penstock.graph.calls import detached
 from penstock.graph.node import Array, Node, Shape, topological
 from penstock.graph.reference import Evaluator, constant_key, evaluator, into_memory
-from penstock.memory.buffer import Buffer
+from penstock.memory.buffer import Buffer, new_buffer
 from penstock.runtime import Device
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class HostProgram:
                     return general(inputs, numbers)
                 values.append(np.ndarray(own_shape, own_dtype, host, buffer.offset))
             try:
-                result = Buffer(layers.driver, nbytes, layers.source, True)
+                result = new_buffer(layers.driver, nbytes, layers.source, True)
             except OutOfDeviceMemory:
                 return general(inputs, numbers)  # which makes room
             host = result.memory.host

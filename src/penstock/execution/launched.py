@@ -12,7 +12,7 @@ from penstock.errors import OutOfDeviceMemory
 from penstock.execution.hosting import on_device
 from penstock.kernels.concatenation import Call
 from penstock.kernels.source import ALIGNMENT
-from penstock.memory.buffer import Buffer
+from penstock.memory.buffer import Buffer, new_buffer
 from penstock.runtime import Device
 from penstock.stream.program import CopyEnds, Program
 from penstock.stream.queue import BufferSizes, Uses
@@ -58,23 +58,25 @@ def _direct_run(
     (output,) = schedule.outputs
     nbytes, is_shared = schedule.buffers[output].nbytes, any(schedule.shared)
     values = len(schedule.results)  # several of them may be one
+    count, in_turn = len(constants), [*constants] == [*range(len(constants))]
+    in_order = (*touched(range(output + 1)),) == (output, *range(1, output))  # the output, then all inputs
 
     def run(inputs: Sequence[Buffer], numbers: Sequence[Any]) -> list[Buffer]:
         if layers.hosts_state:
             inputs = on_device(inputs, schedule.hosted, device)
         arena = None if arenas is None else arenas()[0]  # before the result, for which it may make room
         try:
-            result = Buffer(driver, nbytes, layers.source)
+            result = new_buffer(driver, nbytes, layers.source)
         except OutOfDeviceMemory:
             result = device.empty(nbytes)  # which makes room
-        taken = touched([arena, *inputs, result])
+        taken = [result, *inputs] if in_order else touched([arena, *inputs, result])
         native = [*map(_native, taken), *scalars]
-        for constant in constants:
-            native += (numbers[constant],)
+        if constants:
+            native += numbers[:count] if in_turn else [numbers[constant] for constant in constants]
         record(native, taken)
         if is_shared:
             result.shared = True
-        return [result] * values
+        return [result] if values == 1 else [result] * values
 
     return run
 

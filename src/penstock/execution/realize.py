@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
@@ -14,7 +15,7 @@ from penstock.execution.sharing import shared, source
 from penstock.execution.single import is_all_of, single
 from penstock.execution.structure import MIN_ITEMS, Structure
 from penstock.graph.node import Node, topological
-from penstock.graph.reference import constant_values
+from penstock.graph.reference import constant_values, numbers_of
 from penstock.interrupts import held_back
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
@@ -23,6 +24,9 @@ from penstock.stream.recorder import Run
 if TYPE_CHECKING:
     from penstock.execution.cache import ExecutableCache
     from penstock.execution.executable import Executable
+
+
+_value = attrgetter("value")
 
 
 def executables(device: Device) -> ExecutableCache:
@@ -78,11 +82,14 @@ def realize(
                 return
             alone = single(node) if device.runs_programs else None
             if alone is not None:
-                key, inputs, _, constants = alone
+                key, inputs, given, constants = alone
                 run = (device.executables or executables(device)).singles.get(key)
                 if run is not None:
+                    numbers = constant_values(tuple(constants)) if constants else ()
+                    if node.like is not None and [*node.like.values(node)] == [*given]:
+                        node.like.run, node.like.numbers = run, numbers
                     try:
-                        (value,) = run(inputs, constant_values(tuple(constants)) if constants else ())
+                        (value,) = run(inputs, numbers)
                     except OutOfDeviceMemory:  # below, it is planned for what is left
                         pass
                     else:
@@ -100,15 +107,15 @@ def realize(
             if slices and slices != wanted:
                 realize(slices, device)
                 structure = Structure(wanted, device.capabilities)
-        compute = _told if device.stream.recorders else _computed
+        run_all = _told if device.stream.recorders else _computed
         if replaced is None or device.dispatcher is not None:
-            buffers, program = compute(structure, device, repeated, None)
+            buffers, program = run_all(structure, device, repeated, None)
             _set_values(wanted, buffers)
         else:
             own = executables(device)
             own.known(structure, repeated, own.state_of(structure))  # which may take its time
             with held_back:
-                buffers, program = compute(structure, device, repeated, replaced)
+                buffers, program = run_all(structure, device, repeated, replaced)
                 _set_values(wanted, buffers)
                 replaced.done = True
         if alone is not None and is_all_of(alone, structure):
@@ -117,13 +124,42 @@ def realize(
             structure.watch(buffers[len(wanted) :], device)
 
 
+def compute(node: Node, device: Device) -> None:
+    """Compute a node that has no value yet, like `realize`.
+
+    A node like others that were computed before takes the shortest way: what ran for these, and no call that
+    is not necessary.
+    """
+    with device.running:
+        like = node.like
+        if like is not None and node.value is None:
+            run, numbers = like.run, like.numbers
+            inputs: Sequence[Node] = node.inputs
+            if run is not None and not device.executables.stream.recorders and not device.updated:
+                if like.number_at is not None:
+                    numbers = numbers_of(inputs[like.number_at])
+                    inputs = like.values(node)
+                elif like.through:
+                    inputs = like.values(node)
+                values = [*map(_value, inputs)]
+                try:
+                    if values and None not in values:
+                        (value,) = run(values, numbers)
+                        node.value, node.inputs = value, ()  # as by `set_value`: no gradient passes
+                        return
+                except OutOfDeviceMemory:  # below, it is planned for what is left
+                    pass
+                values.clear()  # what somebody refers to stays on the device
+        realize((node,), device)
+
+
 def value_of(node: Node, device: Device) -> Buffer:
     """The value of a node, computed if it is pending.
 
     To read `node.value` after `realize` would be too late: a step in another thread lets go of what was kept.
     """
     with device.running:
-        realize((node,), device)
+        compute(node, device)
         value: Buffer = node.value
         return value
 

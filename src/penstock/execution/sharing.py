@@ -21,7 +21,7 @@ def shared(node: Node, device: Device) -> bool:
     source, start = node, 0
     while source.value is None:
         if source.primitive is SLICE:
-            first = _first_item(source.inputs[0].shape, source.attributes["slices"])
+            first = first_item(source.inputs[0].shape, source.attributes["slices"])
             if first is None:
                 return False
             start += first
@@ -40,7 +40,7 @@ def shared(node: Node, device: Device) -> bool:
     return True
 
 
-def _first_item(shape: Shape, slices: Slices) -> int | None:
+def first_item(shape: Shape, slices: Slices) -> int | None:
     """The number of the first item, if those of a slice follow one another in memory; else None."""
     first, stride, ended = 0, 1, False  # ended: an axis after this one is not whole
     for length, (start, count, step) in zip(reversed(shape), reversed(slices), strict=True):

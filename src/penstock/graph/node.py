@@ -154,6 +154,7 @@ class Node:
         "dtype",
         "holder",
         "inputs",
+        "like",
         "owner",
         "pending_bytes",
         "primitive",
@@ -189,6 +190,7 @@ class Node:
         self.span: tuple[int, int] | None = None  # least and largest possible item, once that is known
         self.owner: Any = None  # a weak reference to the tensor that accumulates the gradients of this node
         self.holder: Any = None  # a weak reference to the tensor that was made of it, if a gradient passes
+        self.like: Example | None = None  # of a frequent operation, on different values
         tracked, depth, pending = False, 0, 0
         for node in inputs:
             if first is not None and node is not first:
@@ -222,7 +224,7 @@ class Node:
         node = Node.__new__(Node)
         node.primitive, node.inputs, node.attributes = self.primitive, inputs, self.attributes
         node.shape, node.dtype, node.span = self.shape, self.dtype, self.span
-        node.value = node.owner = node.holder = None
+        node.like, node.value, node.owner, node.holder = self.like, None, None, None
         node.tracked, node.depth, node.pending_bytes = self.tracked, self.depth, self.pending_bytes
         return node
 
@@ -243,6 +245,36 @@ class Node:
 
     def __repr__(self) -> str:
         return f"<{self.primitive.name} {self.dtype}{list(self.shape)}>"
+
+
+class Example:
+    """What nodes of the same operation, on values of the same shapes and dtypes, have in common."""
+
+    __slots__ = ("inputs_of", "node", "number_at", "numbers", "run", "through")
+
+    def __init__(
+        self,
+        node: Node,
+        inputs_of: Callable[[Sequence[Node]], tuple[Node, ...]] = tuple,
+        number_at: int | None = None,
+        through: bool = False,
+    ) -> None:
+        """`node`: on stand-ins. `inputs_of`: the inputs of another like it, from the nodes of arguments."""
+        self.node = node
+        self.inputs_of = inputs_of
+        self.number_at = number_at  # which of its two inputs is a constant, that is another each time
+        self.through = through  # whether the only other input is pending too, on values
+        self.run: Any = None  # what computes it on a device, once that is known
+        self.numbers: tuple[Any, ...] = ()  # the constants that this takes, if they are the same each time
+
+    def values(self, node: Node) -> Sequence[Node]:
+        """The nodes from whose values a node like this is computed; none if that is not known."""
+        inputs = node.inputs
+        if self.number_at is not None:
+            inputs = (inputs[1 - self.number_at],)
+        if self.through:
+            inputs = inputs[0].inputs if inputs[0].value is None else ()
+        return inputs
 
 
 def topological(

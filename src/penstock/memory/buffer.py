@@ -67,28 +67,16 @@ class Buffer:
 
     memory: Memory
 
-    def __init__(self, driver: Driver, nbytes: int, home: Source, unused: bool = False) -> None:
-        """A buffer in memory that `home` gives and takes back. Raises OutOfDeviceMemory.
-
-        `unused`: no pending command should still use the memory.
-        """
-        self.driver = driver
-        self.nbytes = nbytes
-        self._home: Source | None = home
-        self._parent: Buffer | None = None
-        home.give(self, nbytes, unused)  # it is noted in this object at once, so that an interrupt leaks none
-        memory = self.memory
-        self.native = memory.native
-        self.offset = 0
-        self.place = memory.place
-        usage = memory.usage
-        if usage is None:
-            usage = memory.usage = Usage()
-        else:
-            usage.inherited = usage.event
-        self.usage: Usage = usage
-        self.shared = False  # whether several values share it, so that it must not be overwritten
-        self.hosted = False  # whether it is pinned memory of the host for state, which no kernel takes
+    driver: Driver
+    nbytes: int
+    native: Any  # the argument that a kernel takes
+    offset: int
+    place: tuple[int, int]
+    usage: Usage
+    shared: bool  # whether several values share it, so that it must not be overwritten
+    hosted: bool  # whether it is pinned memory of the host for state, which no kernel takes
+    _home: Source | None
+    _parent: Buffer | None
 
     @property
     def whole(self) -> Buffer:
@@ -130,10 +118,36 @@ class Buffer:
         except AttributeError:  # __init__ or part() failed, or there was no memory
             return
         if home is not None:
-            usage = memory.usage
-            if usage is not None and usage.batch is not None and not usage.batch.events:
-                usage.forget()  # the batch is done: idle memory must not keep native events
             home.release(memory)
 
     def __repr__(self) -> str:
         return f"<Buffer of {self.nbytes} bytes on {self.driver.name}>"
+
+
+_new = Buffer.__new__
+
+
+def new_buffer(driver: Driver, nbytes: int, home: Source, unused: bool = False) -> Buffer:
+    """A buffer in memory that `home` gives and takes back. Raises OutOfDeviceMemory.
+
+    `unused`: no pending command should still use the memory. A function, since Python takes twice the time to
+    call a class.
+    """
+    buffer = _new(Buffer)
+    buffer.driver = driver
+    buffer.nbytes = nbytes
+    buffer._home = home
+    buffer._parent = None
+    home.give(buffer, nbytes, unused)  # it is noted in this object at once, so that an interrupt leaks none
+    memory = buffer.memory
+    buffer.native = memory.native
+    buffer.offset = 0
+    buffer.place = memory.place
+    usage = memory.usage
+    if usage is None:
+        usage = memory.usage = Usage()
+    else:
+        usage.inherited = usage.event
+    buffer.usage = usage
+    buffer.shared = buffer.hosted = False
+    return buffer

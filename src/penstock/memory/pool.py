@@ -187,7 +187,11 @@ class BufferPool:
             returned = self._returned
             if len(returned) == 1:
                 last = returned[0]
-                if last.asked == nbytes and self._usable(last, unused):
+                usage = last.usage
+                batch = None if unused or usage is None else usage.batch
+                # A kernel may have what the last kernel used, as in `_usable`, without its call.
+                is_next = batch is not None and batch.queue.runs_kernels
+                if last.asked == nbytes and (is_next or self._usable(last, unused)):
                     owner.memory = last  # the block that was just released has the requested size
                     del returned[0]
                     self._hits += 1
@@ -333,7 +337,9 @@ class BufferPool:
         returned, classes, capacity, now = self._returned, self._idle, self._capacity, self._clock()
         while returned:
             memory = returned[0]
-            nbytes = memory.nbytes
+            nbytes, usage = memory.nbytes, memory.usage
+            if usage is not None and usage.batch is not None and not usage.batch.events:
+                usage.forget()  # the batch is done: idle memory must not keep native events
             idle = classes.get(nbytes)
             if idle is None:
                 # A block of an unrounded size would never be reused: no request has its class.

@@ -78,9 +78,9 @@ class CommandQueue:
         self.native = native
         self.recorders: tuple[Recorder, ...] = ()
         self._driver = driver
-        self._policy = policy
+        self.policy = policy
         self._wait = wait
-        self._open = Batch(self)
+        self.opened = Batch(self)  # what is gathered
         self._in_flight: deque[Batch] = deque()
         self._error: DeviceError | None = None  # for the next commit or sync
         self._failed: deque[tuple[Event, DeviceError]] = deque(maxlen=32)  # for futures
@@ -88,12 +88,12 @@ class CommandQueue:
     @property
     def pending(self) -> int:
         """Commands recorded and not known to be done."""
-        return len(self._open.events) + sum(len(batch.events) for batch in self._in_flight)
+        return len(self.opened.events) + sum(len(batch.events) for batch in self._in_flight)
 
     @property
     def idle(self) -> bool:
         """Whether all commands are known to be done, and their failures were reported."""
-        return not self._open.events and not self._in_flight and self._error is None
+        return not self.opened.events and not self._in_flight and self._error is None
 
     @property
     def last_submitted(self) -> Event | None:
@@ -102,15 +102,16 @@ class CommandQueue:
 
     def dependencies(self, buffers: Sequence[Buffer], reads_only: bool = False) -> list[Event] | None:
         """The events that a new command on these buffers has to wait for: their last uses on other queues."""
-        batch = self._open
+        batch = self.opened
         for buffer in buffers:
             if buffer.usage.batch is not batch:
-                return self._admit(buffers, reads_only)
+                return self.admit(buffers, reads_only)
         return None  # all of them are in this batch already
 
-    def _admit(self, buffers: Sequence[Buffer], reads_only: bool) -> list[Event] | None:
+    def admit(self, buffers: Sequence[Buffer], reads_only: bool = False) -> list[Event] | None:
+        """The same where not all buffers are known to be in the batch."""
         waits = []
-        opened, driver, nbytes = self._open, self._driver, 0
+        opened, driver, nbytes = self.opened, self._driver, 0
         usages: set[Usage] = set()  # each memory counts once
         for buffer in buffers:
             usage = buffer.usage
@@ -134,7 +135,7 @@ class CommandQueue:
     def admit_again(self, uses: Uses) -> list[Event] | None:
         """The events that a new command has to wait for; None: the host views any of its memories."""
         waits = []
-        opened, is_new = self._open, False
+        opened, is_new = self.opened, False
         for usage in uses.usages:
             batch = usage.batch
             if usage.viewers:
@@ -154,7 +155,7 @@ class CommandQueue:
     def record_again(self, uses: Uses, events: Sequence[Event], commands: Sequence[Command]) -> None:
         """Add commands like `record_all`."""
         if events:
-            batch, event = self._open, events[-1]
+            batch, event = self.opened, events[-1]
             for usage in uses.usages:
                 usage.batch = batch
                 usage.event = event
@@ -162,14 +163,14 @@ class CommandQueue:
 
     def record(self, event: Event, command: Command, buffers: Sequence[Buffer]) -> None:
         """Add a command that the driver has recorded, on these buffers; submit if there are enough."""
-        batch = self._open
+        batch = self.opened
         batch.events += (event,)  # no call, after which an interrupt could leave the batch inconsistent
         batch.commands += (command,)
         for buffer in buffers:
             usage = buffer.usage
             usage.batch = batch
             usage.event = event
-        if len(batch.events) >= self._policy.max_commands or batch.nbytes >= self._policy.max_bytes:
+        if len(batch.events) >= self.policy.max_commands or batch.nbytes >= self.policy.max_bytes:
             self.submit()
 
     def record_all(
@@ -177,18 +178,18 @@ class CommandQueue:
     ) -> None:
         """Add several commands. The last of them, which ends after all others, is the last use of memory."""
         if events:
-            self._open.events += events[:-1]
-            self._open.commands += commands[:-1]
+            self.opened.events += events[:-1]
+            self.opened.commands += commands[:-1]
             self.record(events[-1], commands[-1], buffers)
 
     def submit(self) -> None:
         """Submit the batch; wait for the oldest batch if too many are in flight."""
-        if not self._open.events:
+        if not self.opened.events:
             return
         self._driver.flush(self.native)
         fresh = Batch(self)
-        self._in_flight += (self._open,)
-        self._open = fresh
+        self._in_flight += (self.opened,)
+        self.opened = fresh
         self.retire()
         while self._too_much_in_flight():
             self._wait(self._in_flight[0].events[-1], "back-pressure")
@@ -214,7 +215,7 @@ class CommandQueue:
 
     def _too_much_in_flight(self) -> bool:
         """Whether there are too many batches or bytes. Two batches are allowed, to keep the device busy."""
-        batches, policy = self._in_flight, self._policy
+        batches, policy = self._in_flight, self.policy
         if len(batches) > policy.max_in_flight:
             return True
         return len(batches) > 2 and sum(batch.nbytes for batch in batches) > policy.max_bytes
@@ -241,7 +242,7 @@ class CommandQueue:
 
     def explain(self, event: Event) -> DeviceError | None:
         """The error of a command of this queue that failed, as long as it is remembered."""
-        for batch in (self._open, *self._in_flight):
+        for batch in (self.opened, *self._in_flight):
             if event in batch.events:
                 command = batch.commands[batch.events.index(event)]
                 return DeviceError(self._driver.failures([event])[0][1], describe(command))

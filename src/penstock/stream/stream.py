@@ -16,6 +16,7 @@ from penstock.drivers.driver import Driver, Event, Grid, Kernel, Queue
 from penstock.errors import DeviceError, DeviceUnavailable
 from penstock.memory.buffer import Buffer
 from penstock.memory.pool import BufferPool
+from penstock.stream.launcher import launcher
 from penstock.stream.program import CopyEnds, Program
 from penstock.stream.queue import BufferSizes, CommandQueue, FlushPolicy, Uses, describe, split
 from penstock.stream.recorder import Command, Launch, Recorder
@@ -70,27 +71,7 @@ class Stream:
     def launcher(self, command: Launch) -> Callable[[Sequence[Any], Sequence[Buffer]], None]:
         """What records a launch, any number of times, with native arguments and all buffers among them."""
         kernel, grid, group, _ = command
-        launch, queue = self._driver.launcher(kernel, grid, group), self.compute
-
-        def record(native: Sequence[Any], buffers: Sequence[Buffer]) -> None:
-            with self.lock:  # not acquire() and try: an interrupt between these would leave it locked
-                if self.unavailable:
-                    self.check_available()
-                waits = queue.dependencies(buffers)
-                try:
-                    try:
-                        # The native queue is another one once commands were timed.
-                        event = launch(queue.native, native, waits)
-                    except DeviceError as error:
-                        raise DeviceError(error.reason, describe(command)) from None
-                    queue.record(event, command, buffers)
-                except DeviceError:
-                    raise
-                except BaseException:
-                    self.interrupted(queue)
-                    raise
-
-        return record
+        return launcher(self, self.compute, command, self._driver.launcher(kernel, grid, group))
 
     def bind(self, launches: Sequence[Any], after: Sequence[Sequence[int]] | None = None) -> Program:
         """A program of launches, each `(kernel, grid, group, args)`, for `replay`. It keeps their buffers.

@@ -25,6 +25,7 @@ from penstock.tensor.operands import (
     values_only,
 )
 from penstock.tensor.recording import recording
+from penstock.tensor.repeated import again, again_with_number, is_computed, note_number
 
 __all__ = [
     "abs",
@@ -101,6 +102,8 @@ __all__ = [
 # The kinds of dtypes that a function takes, as NumPy's letters.
 _BOOL, _INTEGER, _REAL, _NUMBER, _ANY = "b", "iu", "iuf", "iufc", "biufc"
 _FLOATING = "fc"
+_Record = Callable[[Any, Any], Tensor]
+_records: dict[str, tuple[_Record, _Record]] = {}  # by name, the parts of functions of two operands
 
 
 def _check(name: str, kinds: str, *tensors: Tensor) -> None:
@@ -114,17 +117,26 @@ def _to_floating(x: Tensor) -> Tensor:
 
 
 def _unary(name: str, apply: Callable[[Node], Node], kinds: str, doc: str) -> Callable[[Tensor], Tensor]:
-    def function(x: Tensor, /) -> Tensor:
-        if not isinstance(x, Tensor):
-            given = type(x).__name__
-            raise TypeError(f"{name} takes a tensor, and {given} was given; ps.asarray makes one of it")
-        node = x._node
-        if node.dtype.kind in kinds:
-            return record(apply(node), x)
+    def general(x: Tensor) -> Tensor:
         if kinds == _FLOATING and x.dtype.kind in "biu":
             x = _to_floating(x)
         _check(name, kinds, x)
         return record(apply(x._node), x)
+
+    composed = composite(general)
+
+    def function(x: Tensor, /) -> Tensor:
+        if not isinstance(x, Tensor):
+            given = type(x).__name__
+            raise TypeError(f"{name} takes a tensor, and {given} was given; ps.asarray makes one of it")
+        if x._actual_node.value is not None:
+            repeated = again(general, x)
+            if repeated is not None:
+                return repeated
+            if is_computed(x):
+                return composed(x)
+        node = x._node
+        return record(apply(node), x) if node.dtype.kind in kinds else general(x)
 
     function.__name__ = function.__qualname__ = name
     function.__doc__ = with_example(name, doc)
@@ -134,17 +146,42 @@ def _unary(name: str, apply: Callable[[Node], Node], kinds: str, doc: str) -> Ca
 def _binary(
     name: str, apply: Callable[[Node, Node], Node], kinds: str, doc: str
 ) -> Callable[[Any, Any], Tensor]:
+    return _of_two(name, *_recording(name, apply, kinds), doc)
+
+
+def _of_two(name: str, general: _Record, new: _Record, doc: str) -> _Record:
+    """A function of two operands: what `general` recorded before, for other values, or what `new` records."""
+
+    def function(x1: Any, x2: Any, /) -> Tensor:
+        both = isinstance(x1, Tensor) and isinstance(x2, Tensor)
+        repeated = again(general, x1, x2) if both else again_with_number(general, x1, x2)
+        return new(x1, x2) if repeated is None else repeated
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = with_example(name, doc)
+    _records[name] = general, new
+    return function
+
+
+def _recording(name: str, apply: Callable[[Node, Node], Node], kinds: str) -> tuple[_Record, _Record]:
+    """What records a primitive of any operands, and the same with short ways."""
+
     def general(x1: Any, x2: Any) -> Tensor:
         return of_alike(*operands(x1, x2, name=name))
 
     composed = composite(general)
 
-    def function(x1: Any, x2: Any, /) -> Tensor:
+    def new(x1: Any, x2: Any) -> Tensor:
         quick = plain(x1, x2)
         if quick is not None:
             first, second, device, gradient = quick
             if first.dtype.kind in kinds:
+                known = first.value is not None and second.value is not None and first is not second
+                if known and not gradient:
+                    return composed(x1, x2)
                 node = apply(first, second)
+                if not gradient and node.depth == 2:  # the constant, and this
+                    note_number(general, node, device, x1, x2)
                 if not gradient or (node.dtype.kind == "f" and recording()):
                     return Tensor(node, device, gradient)
         elif values_only(x1, x2):
@@ -161,9 +198,7 @@ def _binary(
         _check(name, kinds, a)  # b has the same dtype
         return record(apply(a._node, b._node), a, b)
 
-    function.__name__ = function.__qualname__ = name
-    function.__doc__ = with_example(name, doc)
-    return function
+    return general, new
 
 
 def _comparison(
@@ -173,9 +208,9 @@ def _comparison(
     compare_integers: Callable[[int, int], bool],
     doc: str,
 ) -> Callable[[Any, Any], Tensor]:
-    compare = _binary(name, apply, kinds, doc)
+    general, compare = _recording(name, apply, kinds)
 
-    def function(x1: Any, x2: Any, /) -> Tensor:
+    def new(x1: Any, x2: Any) -> Tensor:
         try:
             return compare(x1, x2)
         except OverflowError:  # an integer out of the dtype's range: it is above or below all items
@@ -186,9 +221,7 @@ def _comparison(
             answer = compare_integers(0, sign) if tensor is x1 else compare_integers(sign, 0)
             return record(elementwise.full(tensor.shape, dtypes.bool_, answer), tensor)
 
-    function.__name__ = function.__qualname__ = name
-    function.__doc__ = with_example(name, doc)
-    return function
+    return _of_two(name, general, new, doc)
 
 
 def _unchanged(x: Node) -> Node:
@@ -375,10 +408,19 @@ _OPERATORS = {
 
 
 def _operator(function: Callable[[Any, Any], Tensor], swapped: bool = False) -> Callable[[Tensor, Any], Any]:
+    general, new = _records[function.__name__]
+
     def operate(self: Tensor, other: Any) -> Any:
-        if type(other) is not Tensor and not isinstance(other, OPERANDS):
+        x1, x2 = (other, self) if swapped else (self, other)
+        node, repeated = self._actual_node, None
+        if type(other) is Tensor:
+            if node.value is not None:
+                repeated = again(general, x1, x2)
+        elif not isinstance(other, OPERANDS):
             return NotImplemented
-        return function(other, self) if swapped else function(self, other)
+        elif node.value is not None or node.like is not None:
+            repeated = again_with_number(general, x1, x2)
+        return new(x1, x2) if repeated is None else repeated
 
     return operate
 

@@ -5,7 +5,7 @@ Those of several operations are subgraphs, which are called; those of one are no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from typing import Any, ParamSpec
 
@@ -15,17 +15,17 @@ from penstock.graph.bounds import BOUNDED
 from penstock.graph.calls import call, subgraph_between
 from penstock.graph.decompose import decompose
 from penstock.graph.elementwise import stop
-from penstock.graph.node import Node, placeholder
+from penstock.graph.node import Example, Node, placeholder
+from penstock.graph.shaping import RESHAPE, SLICE
 from penstock.runtime import Device
 from penstock.tensor import core
 from penstock.tensor.capture import capture
 from penstock.tensor.core import Tensor
 from penstock.tensor.recording import recorded_once, recording
+from penstock.tensor.repeated import again_with, is_much, note_with, tensor_like
 
 P = ParamSpec("P")
 _NUMBERS = (float, complex, np.inexact)
-# A node of stand-ins for the tensors, and the inputs of another, from the nodes of all tensors.
-_Known = tuple[Node, Callable[[Sequence[Node]], tuple[Node, ...]]]
 _NEW: Any = object()  # what is known of arguments that are new
 
 
@@ -39,6 +39,10 @@ def composite(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
     def composed(*args: P.args, **kwargs: P.kwargs) -> Tensor:
         if core._captures and capture.get() is not None:
             return function(*args, **kwargs)
+        if args and type(args[0]) is Tensor:
+            repeated = again_with(function, args[0], args[1:], kwargs)
+            if repeated is not None:
+                return repeated
         key: list[Any] = [function]
         given: Iterable[Any] = args
         if kwargs:
@@ -69,16 +73,30 @@ def composite(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
             known = recorded_once(device, kind, partial(_recorded, function, args, kwargs, device), True)
         if known is None:
             return function(*args, **kwargs)
-        example, inputs_of = known
-        result = Node(example.primitive, inputs_of(nodes), example.attributes, like=example)
-        return Tensor(stop(result) if result.tracked else result, device)
+        if type(args[0]) is Tensor and len(nodes) == 1:
+            note_with(known, function, args[0], args[1:], kwargs)
+        return _repeated(known, tuple(nodes), device)
 
     return composed
 
 
+def _repeated(like: Example, nodes: tuple[Node, ...], device: Device) -> Tensor:
+    """The tensor of a node like others, of the nodes of all tensors."""
+    example = like.node
+    inputs = nodes if like.inputs_of is tuple else like.inputs_of(nodes)
+    if example.like is not None and (len(inputs) == 1 or len({*inputs}) == len(inputs)):
+        for node in inputs:
+            if node.value is None or node.tracked:
+                break
+        else:
+            return tensor_like(example.alike(inputs), device)
+    result = Node(example.primitive, inputs, example.attributes, like=example)
+    return Tensor(stop(result) if result.tracked else result, device)
+
+
 def _recorded(
     function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], device: Device
-) -> _Known | None:
+) -> Example | None:
     leaves: list[Node] = []
 
     def stand_in(arg: Any) -> Any:
@@ -92,13 +110,19 @@ def _recorded(
     if not isinstance(result, Tensor):
         return None
     node = result._node
-    is_single = node.inputs and {*node.inputs} <= {*leaves} and not node.primitive.transient
+    if not node.inputs:
+        return None  # an argument, or what depends on none: there is nothing to record
+    is_single = {*node.inputs} <= {*leaves} and not node.primitive.transient
     if not is_single or node.primitive is BOUNDED:
         made = subgraph_between(dict.fromkeys(leaves), decompose([node], device.capabilities))
         if made is None:
             return None
         (node,) = call(made[0], made[1])
-    if node.inputs == tuple(leaves):
-        return node, tuple
     places = [leaves.index(leaf) for leaf in node.inputs]
-    return node, lambda nodes: tuple([nodes[place] for place in places])
+    in_order = node.inputs == tuple(leaves)
+    like = Example(node, tuple if in_order else lambda nodes: tuple([nodes[place] for place in places]))
+    # What may lie in the memory of its input is not always computed, and a value that is there twice is one.
+    computed = not node.primitive.is_identity and node.primitive not in (RESHAPE, SLICE)
+    if computed and len({*node.inputs}) == len(node.inputs) and not is_much(node):
+        node.like = like
+    return like

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, overload
 import numpy as np
 import numpy.typing as npt
 
-from penstock.execution.realize import Replaced, precompile, realize, value_of, waits_for_a_compiler
+from penstock.execution.realize import Replaced, compute, precompile, realize, value_of, waits_for_a_compiler
 from penstock.graph import elementwise, shaping
 from penstock.graph.custom_vjp import refused, refusing
 from penstock.graph.node import DType, Node, Shape, leaf
@@ -155,14 +155,6 @@ class Tensor(Operators, Methods):
         return size
 
     @property
-    def T(self) -> Tensor:  # noqa: N802 - the standard's name
-        """The transpose of a matrix."""
-        node = self._node
-        if len(node.shape) != 2:
-            raise ValueError(f"T is for matrices, and the shape is {self.shape}; use permute_dims or mT")
-        return record(shaping.permute(node, (1, 0)), self)
-
-    @property
     def mT(self) -> Tensor:  # noqa: N802 - the standard's name
         """The transposes of the matrices in the last two axes."""
         if self.ndim < 2:
@@ -192,7 +184,7 @@ class Tensor(Operators, Methods):
         if _captures:
             self._realize()
         else:
-            realize((self._actual_node,), self.device)
+            compute(self._actual_node, self.device)
         return self
 
     def numpy(self) -> npt.NDArray[Any]:

@@ -23,6 +23,7 @@ from penstock.tensor.capture import capture
 from penstock.tensor.composite import composite
 from penstock.tensor.core import Tensor, from_numpy, install, record
 from penstock.tensor.operands import as_number
+from penstock.tensor.repeated import sliced
 
 _FEW = 1 << 16  # items of an index that the host checks faster than a kernel is launched
 Slices = tuple[tuple[int, int, int], ...]  # (start, count, step) of each axis
@@ -33,7 +34,7 @@ def get(x: Tensor, key: Any, operation: str = "x[index]") -> Tensor:
     node = x._node
     plain = _plain(node.shape, key)
     if plain is not None:
-        return record(shaping.reshape(shaping.slice_(node, plain[0]), plain[1]), x)
+        return sliced(x, *plain)
     if isinstance(key, Tensor) and node.shape and key.dtype.kind in "iu":
         return along(x, key, 0, operation)
     keys = _expanded(x, key)

@@ -19,6 +19,7 @@ from penstock.tensor.core import Tensor, install, record
 from penstock.tensor.creation import Where, arange
 from penstock.tensor.indexing import along, get
 from penstock.tensor.operands import Array, as_tensors
+from penstock.tensor.repeated import again, is_computed
 
 Axis = int | Sequence[int] | None
 
@@ -30,9 +31,16 @@ def astype(x: Tensor, dtype: DType, /, *, copy: bool = True, device: Where = Non
     >>> ps.astype(ps.asarray([1.7]), ps.int32).tolist()
     [1]
     """
-    moved = x if device is None else x.to_device(device)
-    node = elementwise.cast(moved._node, dtypes.checked(dtype))
+    moved, wanted = x if device is None else x.to_device(device), dtypes.checked(dtype)
+    if is_computed(moved) and moved._actual_node.dtype is not wanted:
+        return _converted(moved, wanted.name)
+    node = elementwise.cast(moved._node, wanted)
     return moved if node is moved._node and not copy else record(node, moved)
+
+
+@composite
+def _converted(x: Tensor, dtype: str) -> Tensor:
+    return record(elementwise.cast(x._node, dtypes.checked(dtype)), x)
 
 
 @of_tensor
@@ -316,5 +324,22 @@ def take_along_axis(x: Array, indices: Array, /, axis: int = -1) -> Tensor:
     return get(wide, tuple(key), "take_along_axis")
 
 
-for _name, _method in (("reshape", reshape), ("astype", astype)):
+def _swapped(x: Tensor) -> Tensor:
+    if x.ndim != 2:
+        raise ValueError(f"T is for matrices, and the shape is {x.shape}; use permute_dims or mT")
+    return record(shaping.permute(x._node, (1, 0)), x)
+
+
+_swapped_values = composite(_swapped)
+
+
+def _transposed(x: Tensor) -> Tensor:
+    """The transpose of a matrix."""
+    repeated = again(_swapped, x)
+    if repeated is not None:
+        return repeated
+    return _swapped_values(x) if is_computed(x) else _swapped(x)
+
+
+for _name, _method in (("reshape", reshape), ("astype", astype), ("T", property(_transposed))):
     install(_name, _method)

@@ -20,8 +20,8 @@ class Launch:
     """A kernel with its arguments in a block of memory, from which CUDA copies them at every launch."""
 
     __slots__ = (
-        "_block", "_call", "_node", "_pack", "_params", "_pointers", "_queue", "_sizes",
-        "changes", "early", "function",
+        "_block", "_node", "_params", "_pointers", "_sizes",
+        "call", "changes", "early", "function", "pack", "queue",
     )  # fmt: skip
 
     def __init__(
@@ -43,16 +43,16 @@ class Launch:
         self.changes: list[Bound] | None = None  # the changed launches of the graph that this belongs to
         self._sizes = (*grid, *(1,) * (3 - len(grid)), *group, *(1,) * (3 - len(group)))
         # Both with the arguments that stay the same, which would take half of the time of a call.
-        self._pack = partial(function.format.pack_into, self._block, 0)
-        self._call: Callable[[], tuple[Any]] | None = None
-        self._queue: Queue = None  # where `_call` launches
+        self.pack = partial(function.format.pack_into, self._block, 0)
+        self.call: Callable[[], tuple[Any]]
+        self.queue: Queue = None  # where `call` launches
         if args:
             self.set(args)
 
     def set(self, args: Sequence[Any]) -> None:
         """Set all arguments."""
         try:
-            self._pack(*args)
+            self.pack(*args)
         except (struct.error, OverflowError):
             for position, arg in enumerate(args):
                 self._put(position, arg)
@@ -70,16 +70,19 @@ class Launch:
         if self.changes is not None:
             self.changes.append(self)
 
+    def aim(self, queue: Queue) -> None:
+        """Have `call` launch on a queue."""
+        self.call = partial(cu.cuLaunchKernel, self.function.native, *self._sizes, 0, queue, self._params, 0)
+        self.queue = queue
+
     def record(self, queue: Queue) -> None:
         """Launch the kernel."""
-        call = self._call
-        if call is None or queue is not self._queue:
-            kernel, self._queue = self.function.native, queue
-            call = self._call = partial(cu.cuLaunchKernel, kernel, *self._sizes, 0, queue, self._params, 0)
+        if queue is not self.queue:
+            self.aim(queue)
         try:
-            (code,) = call()
+            (code,) = self.call()
         except OverflowError:
-            code = cu.CUresult.CUDA_ERROR_INVALID_VALUE
+            code, self.queue = cu.CUresult.CUDA_ERROR_INVALID_VALUE, None
         if code:
             raise CudaError(code)
 

@@ -1,0 +1,184 @@
+"""Operations on values that were recorded before, on other values: the shortest way to their nodes.
+
+What was recorded is an `Example`. A node that is made like it needs no rule of shapes, and no key of its
+program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import NoneType
+from typing import Any
+
+from penstock.execution.sharing import first_item
+from penstock.graph import shaping
+from penstock.graph.calls import CALL
+from penstock.graph.node import Example, Node, Shape, placeholder
+from penstock.runtime import Device
+from penstock.tensor import core
+from penstock.tensor.core import Tensor, record
+from penstock.tensor.operands import constant_like
+
+_PLAIN = (float, int)  # types of the numbers that most operations have
+_TOLD_APART = {int, bool, str, tuple, NoneType}  # not floats: 0.0 == -0.0
+_new_tensor = Tensor.__new__
+Slices = tuple[tuple[int, int, int], ...]
+
+
+def is_computed(x: Tensor) -> bool:
+    """Whether a tensor has a value and passes no gradient, outside of any capture."""
+    return not core._captures and not x._actual_requires_grad and x._actual_node.value is not None
+
+
+def again(function: Callable[..., Tensor], x: Tensor, y: Tensor | None = None) -> Tensor | None:
+    """What a composite of `function` gives for computed values, if it was recorded before; else None."""
+    node, device = x._actual_node, x.device
+    if core._captures or x._actual_requires_grad or node.value is None or node.tracked:
+        return None
+    if y is None:
+        like = device.subgraphs.get((function, node.shape, node.dtype.name))
+        nodes: tuple[Node, ...] = (node,)
+    else:
+        other = y._actual_node
+        if y._actual_requires_grad or other.value is None or other.tracked or y.device is not device:
+            return None
+        if node is other:
+            return None
+        kind = (function, node.shape, node.dtype.name, other.shape, other.dtype.name)
+        like = device.subgraphs.get(kind)
+        nodes = (node, other)
+    if like is None or like.node.like is None:
+        return None
+    return tensor_like(like.node.alike(nodes if like.inputs_of is tuple else like.inputs_of(nodes)), device)
+
+
+def again_with_number(function: Callable[..., Tensor], x1: Any, x2: Any) -> Tensor | None:
+    """The same for a tensor and a number, in this order or the other; None for other operands.
+
+    The tensor may be an operation on values that is not computed yet.
+    """
+    at = 0 if type(x1) in _PLAIN else 1
+    x, number = (x1, x2) if at else (x2, x1)
+    if core._captures or type(number) not in _PLAIN or not isinstance(x, Tensor) or x._actual_requires_grad:
+        return None
+    node, device = x._actual_node, x.device
+    below = node.like
+    if node.value is not None:
+        like = device.examples.get((function, node.shape, node.dtype.name, type(number), at))
+    elif below is None or below.through or below.number_at is not None:
+        return None
+    else:
+        like = device.examples.get((function, below, type(number), at))
+    if like is None or node.tracked:
+        return None
+    try:
+        constant = constant_like(node, number)
+    except OverflowError:  # the caller says of what
+        return None
+    return tensor_like(like.node.alike((node, constant) if at else (constant, node)), device)
+
+
+def note_number(function: Callable[..., Tensor], node: Node, device: Device, x1: Any, x2: Any) -> None:
+    """Have `again_with_number` make nodes like this, which applies a primitive to both operands."""
+    at = 0 if type(x1) in _PLAIN else 1
+    number, operand = x2 if at else x1, node.inputs[1 - at]
+    if type(number) not in _PLAIN or node.tracked or is_much(node) or not device.reuses_graphs:
+        return
+    through, below = operand.value is None, operand.like
+    kind: tuple[Any, ...]
+    if not through:
+        stand_in, kind = placeholder(operand.shape, operand.dtype), (operand.shape, operand.dtype.name)
+    elif below is None or below.through or below.number_at is not None or operand.primitive is CALL:
+        return  # where there is another constant, it depends on both whether they are one
+    else:
+        stand_in, kind = below.node, (below,)
+    constant = node.inputs[at]
+    example = node.on((stand_in, constant) if at else (constant, stand_in))
+    example.like = Example(example, number_at=at, through=through)
+    with device.running:  # for other threads
+        device.examples[function, *kind, type(number), at] = example.like
+
+
+def again_with(
+    function: Callable[..., Tensor], x: Tensor, rest: tuple[Any, ...], named: Mapping[str, Any]
+) -> Tensor | None:
+    """What a composite gives for a computed value and arguments that are no tensors; see `note_with`."""
+    node, device = x._actual_node, x.device
+    if core._captures or x._actual_requires_grad or node.value is None or node.tracked:
+        return None
+    if named:
+        rest += (*named, *named.values())
+    try:
+        like = device.examples.get((function, node.shape, node.dtype.name, *rest, *map(type, rest)))
+    except TypeError:  # an argument is not hashable
+        return None
+    return None if like is None else tensor_like(like.node.alike((node,)), device)
+
+
+def note_with(
+    like: Example,
+    function: Callable[..., Tensor],
+    x: Tensor,
+    rest: tuple[Any, ...],
+    named: Mapping[str, Any],
+) -> None:
+    """Have `again_with` make nodes like others, if the arguments are told apart by their types and values."""
+    if named:
+        rest += (*named, *named.values())
+    if like.node.like is not None and like.inputs_of is tuple and _TOLD_APART.issuperset(map(type, rest)):
+        with x.device.running:  # for other threads
+            kind = (function, x.shape, x.dtype.name, *rest, *map(type, rest))
+            x.device.examples[kind] = like
+
+
+def sliced(x: Tensor, slices: Slices, shape: Shape) -> Tensor:
+    """Slices of all axes of a tensor, in a shape without the axes of single items."""
+    node, device = x._actual_node, x.device
+    if core._captures or x._actual_requires_grad or node.value is None or node.tracked:
+        return record(shaping.reshape(shaping.slice_(x._node, slices), shape), x)
+    kind = (node.shape, node.dtype.name, slices, shape)
+    like = device.examples.get(kind)
+    if like is None:
+        result = shaping.reshape(shaping.slice_(node, slices), shape)
+        if device.reuses_graphs and result is not node and not is_much(result):
+            _note_slices(node, slices, shape, device)
+        return Tensor(result, device)
+    if like.through:
+        node = like.node.inputs[0].alike((node,))
+    return tensor_like(like.node.alike((node,)), device)
+
+
+def _note_slices(node: Node, slices: Slices, shape: Shape, device: Device) -> None:
+    """Have `sliced` make nodes like the first."""
+    example = shaping.reshape(shaping.slice_(placeholder(node.shape, node.dtype), slices), shape)
+    like = Example(example, through=example.inputs[0].value is None)
+    if _is_copied(
+        node, slices, device
+    ):  # else there may be no program, as it lies in the memory of its input
+        example.like = like
+    with device.running:  # for other threads
+        device.examples[node.shape, node.dtype.name, slices, shape] = like
+
+
+def _is_copied(node: Node, slices: Sequence[tuple[int, int, int]], device: Device) -> bool:
+    """Whether slices of a value are copied, wherever that lies: see `sharing`."""
+    counts = tuple([count for _, count, _ in slices])
+    if counts == node.shape or 0 in counts:
+        return False
+    first = first_item(node.shape, slices)
+    return first is None or bool(first * node.dtype.itemsize % device.capabilities.offset_alignment)
+
+
+def is_much(node: Node) -> bool:
+    """Whether a node is computed as soon as it has a tensor: see `Tensor`."""
+    return node.depth > core.MAX_DEPTH or node.pending_bytes > core.MAX_PENDING_BYTES
+
+
+def tensor_like(node: Node, device: Device) -> Tensor:
+    """The tensor of a node that needs no check: outside of a capture, of few computed values, no gradient."""
+    tensor = _new_tensor(Tensor)
+    tensor._actual_node = node
+    tensor.device = device
+    tensor._actual_requires_grad = False
+    tensor._actual_grad = None
+    return tensor

@@ -1,0 +1,198 @@
+"""Operations that were recorded before, on other values: the same results and errors as the first time."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import DRIVERS, SMALL
+
+import penstock as ps
+from penstock import Device
+from penstock.errors import OutOfDeviceMemory
+from penstock.graph.node import Node
+
+# Of two arrays of the same shape, 9 x 7 and float32, by Penstock and NumPy.
+OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lambda x, y: x + y,
+    "both the same": lambda x, y: x * x,
+    "row": lambda x, y: x - y[:1],
+    "column": lambda x, y: y[:, 2:3] - x,
+    "other dtype": lambda x, y: x + (y > 1),
+    "compare": lambda x, y: x < y,
+    "integer": lambda x, y: x * 2,
+    "number first": lambda x, y: 1.5 - x,
+    "comparison with a number": lambda x, y: x <= 0.25,
+    "conversion": lambda x, y: x.astype(np.float64),
+    "transpose": lambda x, y: x.T,
+    "transpose and a number": lambda x, y: x.T - 2.5,
+    "a number and a transpose": lambda x, y: 2.5 - y.T,
+    "a product of a product": lambda x, y: (x * 3.0) * 3.0,
+    "first row": lambda x, y: x[0],
+    "a row": lambda x, y: x[3],
+    "last row": lambda x, y: y[-1],
+    "rows": lambda x, y: x[2:5],
+    "a block": lambda x, y: x[1:4, ::2],
+    "backwards": lambda x, y: x[::-1],
+    "nothing": lambda x, y: x[4:4],
+    "an item": lambda x, y: x[8, 6],
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_results_are_those_of_the_first_time(device: Device, name: str) -> None:
+    operation = OPERATIONS[name]
+    rng = np.random.default_rng(0)
+    for _ in range(12):
+        a, b = (rng.standard_normal((9, 7), dtype=np.float32) for _ in range(2))
+        x, y = ps.asarray(a, device=device), ps.asarray(b, device=device)
+        result, expected = operation(x, y).realize(), np.asarray(operation(a, b))
+        assert result.shape == expected.shape
+        np.testing.assert_array_equal(result.numpy(), expected)
+        assert not result.requires_grad
+
+
+def test_numbers_are_told_apart(device: Device) -> None:
+    x, whole = ps.asarray([1.0, -2.0], device=device), ps.asarray([1, -2], device=device)
+    for _ in range(4):
+        assert [math.copysign(1, item) for item in (x * 0.0).tolist()] == [1, -1]
+        assert [math.copysign(1, item) for item in (x * -0.0).tolist()] == [-1, 1]
+        assert (whole + 2).dtype is ps.int64
+        assert (whole + 2.0).dtype is ps.float32
+        assert (whole + True).tolist() == [2, -1]
+        assert (x - 1).tolist() == [0.0, -3.0]
+        assert (1 - x).tolist() == [0.0, 3.0]
+        assert (x * math.inf).tolist() == [math.inf, -math.inf]
+    for number in range(40):
+        assert (x * number).tolist() == [number, -2.0 * number]
+
+
+def test_equal_constants_of_an_expression(device: Device) -> None:
+    """Which are one argument of its kernel, and are two where they differ."""
+    a = np.arange(12, dtype=np.float32).reshape(3, 4)
+    x = ps.asarray(a, device=device)
+    for first, second in ((2.0, 2.0), (2.0, 3.0), (3.0, 3.0), (3.0, 2.0)) * 3:
+        np.testing.assert_array_equal(((x.T * first) + second).numpy(), a.T * first + second)
+        np.testing.assert_array_equal((ps.nn.functional.relu(x) + 0.0).numpy(), a)
+
+
+def test_errors_are_those_of_the_first_time(device: Device) -> None:
+    x, small = ps.asarray([1.0, 2.0], device=device), ps.asarray([1, 2], dtype=ps.int8, device=device)
+    for _ in range(4):
+        assert (small + 1).tolist() == [2, 3]
+        assert (small < 5).tolist() == [True, True]
+        assert (small < 1000).tolist() == [True, True]
+        assert (small > 1000).tolist() == [False, False]
+        with pytest.raises(OverflowError, match="1000"):
+            small + 1000
+        with pytest.raises(ValueError, match="T is for matrices"):
+            _ = x.T
+        with pytest.raises(TypeError, match="bitwise_and does not take float32"):
+            x & x
+        with pytest.raises(ValueError, match="tensors are on"):
+            x + ps.ones(2, device="host")
+        with pytest.raises(IndexError):
+            x[2]
+
+
+def test_gradients_pass_where_values_came_before(device: Device) -> None:
+    value = ps.asarray([[1.0, 2.0], [3.0, 4.0]], device=device)
+    for _ in range(3):
+        assert (value.T * 3.0).tolist() == [[3, 9], [6, 12]]
+        assert value[1].tolist() == [3, 4]
+    x = ps.asarray([[1.0, 2.0], [3.0, 4.0]], device=device).requires_grad_()
+    ps.sum(x.T * 3.0 + x[1] + ps.exp(x) * 0.0).backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [[3, 3], [5, 5]]
+    with ps.no_grad():
+        assert not (x * 3.0).requires_grad
+    assert (x * 3.0).requires_grad
+
+
+def test_a_profile_sees_what_is_repeated(device: Device) -> None:
+    x, y = ps.ones((9, 7), device=device).realize(), ps.ones((9, 7), device=device).realize()
+    for _ in range(12):
+        (x + y).realize()
+    with ps.profile(device=device) as profile:
+        (x + y).realize()
+    (evidence,) = profile.evidence(measure=False)
+    assert sum(line.runs for line in evidence.runs) == 1
+
+
+@pytest.mark.parametrize("kind", sorted({*DRIVERS} & {"opencl-device", "host-far"}))
+def test_what_is_repeated_is_planned_for_a_limit(kind: str) -> None:
+    device = Device.over(DRIVERS[kind](), SMALL)
+    x, y = (ps.ones((256, 256), device=device).realize() for _ in range(2))
+    for _ in range(12):
+        (x + y).realize()
+    device.sync()
+    device.limit_bytes = device.memory_stats().live_bytes + (64 << 10)
+    device.trim()
+    with pytest.raises(OutOfDeviceMemory):
+        (x + y).realize()
+    device.limit_bytes = None
+    assert float(ps.sum((x + y).realize())) == 2 * 256 * 256
+    device.close()
+
+
+def test_a_pending_input_that_is_computed_first(device: Device) -> None:
+    a = np.arange(12, dtype=np.float32).reshape(3, 4)
+    x = ps.asarray(a, device=device)
+    for computes in (False, False, False, True, False, True):
+        turned = x.T
+        result = turned + 1.0
+        if computes:
+            turned.realize()
+        np.testing.assert_array_equal(result.numpy(), a.T + 1)
+        np.testing.assert_array_equal(turned.numpy(), a.T)
+
+
+@pytest.mark.parametrize(
+    "kind", sorted({*DRIVERS} - {"opencl-mapped"})
+)  # where threads end each other's maps
+def test_threads_repeat_the_same_operations(kind: str) -> None:
+    device = Device.over(DRIVERS[kind](), SMALL)
+    a = np.arange(63, dtype=np.float32).reshape(9, 7)
+    x = ps.asarray(a, device=device)
+    wrong: list[Any] = []
+
+    def work(number: int) -> None:
+        for step in range(30):
+            got = ((x.T + float(number)).numpy(), x[step % 9].numpy(), (x * number).numpy())
+            wanted = a.T + np.float32(number), a[step % 9], a * np.float32(number)
+            wrong.extend(pair for pair in zip(got, wanted, strict=True) if not np.array_equal(*pair))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    device.close()
+
+
+def test_graphs_that_are_not_reused() -> None:
+    device = Device.over(DRIVERS["host-far"](), replace(SMALL, reuse_graphs=False))
+    x = ps.asarray([[1.0, 2.0], [3.0, 4.0]], device=device)
+    for _ in range(3):
+        assert (x.T * 2.0).tolist() == [[2, 6], [4, 8]]
+        assert x[1].tolist() == [3, 4]
+    assert not device.subgraphs
+    assert not device.examples
+    device.close()
+
+
+def test_a_node_like_others_keeps_no_value(device: Device) -> None:
+    """What they are made like has stand-ins for inputs."""
+    x, y = ps.ones((9, 7), device=device).realize(), ps.ones((9, 7), device=device).realize()
+    for _ in range(3):
+        made = (x + y).realize()
+    node: Node = made._node
+    assert node.like is not None
+    assert x._node not in node.like.node.inputs
+    assert node.inputs == ()
