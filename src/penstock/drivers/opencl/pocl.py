@@ -18,9 +18,10 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -43,6 +44,11 @@ _VARIABLE = "POCL_CACHE_DIR"
 # 0: a kernel is compiled once for workgroups of any size, and the binary contains that code. By default PoCL
 # compiles it for each size separately, and once more for the binary. It reads the variable at every launch.
 _SPECIALIZATION = "POCL_WORK_GROUP_SPECIALIZATION"
+# By default PoCL has the device with threads only. `basic` runs kernels in the calling thread: see `inline`.
+_DEVICES = "POCL_DEVICES"
+_BOTH_DEVICES = "pthread basic"
+_PACKAGE, _PACKAGE_VERSION = "pocl-binary-distribution", "3.0"  # whose devices have these names
+_WITH_THREADS, _INLINE = "pthread-", "basic-"  # with which their own names begin
 _NEEDED_BYTES = 32 << 20  # free on the disk: PoCL aborts the process when it cannot write
 _FIRST_SAVE_SECONDS = 1.0  # after a program was built; doubled each time
 _MAX_BYTES = 256 << 20  # of programs on disk
@@ -235,6 +241,32 @@ def own_folder() -> AbstractContextManager[None]:
     """Let PoCL, which is loaded and reads its settings inside the block, use the folder of this process."""
     own = cache()  # child processes have folders of their own
     return nullcontext() if own is None else environment(_VARIABLE, str(own.folder))
+
+
+def both_devices() -> AbstractContextManager[None]:
+    """Let PoCL, which is loaded inside the block, have its device without threads, too.
+
+    Not where the user has chosen devices, or where PoCL is not the package that is known to have both.
+    """
+    try:
+        known = version(_PACKAGE) == _PACKAGE_VERSION
+    except PackageNotFoundError:
+        known = False
+    return environment(_DEVICES, _BOTH_DEVICES) if known and _DEVICES not in os.environ else nullcontext()
+
+
+def without_inline(devices: Sequence[cl.Device]) -> list[cl.Device]:
+    """The devices of a platform without those that only help another one: see `inline_device`."""
+    helpers = [inline_device(device) for device in devices]
+    return [device for device in devices if device not in helpers]
+
+
+def inline_device(device: cl.Device) -> cl.Device | None:
+    """The device that runs kernels on the same CPU as `device`, but in the calling thread."""
+    if device.platform.name != PLATFORM or not device.name.startswith(_WITH_THREADS):
+        return None
+    others = (other for other in device.platform.get_devices() if other.name.startswith(_INLINE))
+    return next(others, None)
 
 
 def _generate_code(program: cl.Program) -> None:
