@@ -35,6 +35,7 @@ class Layers:
 
     def __init__(self, driver: Driver, settings: Settings) -> None:
         self.driver = driver
+        driver.compiles_again = settings.compile_ahead
         self.limit = Limit(Raw(driver), settings.memory_limit)
         bounds = {
             "capacity": settings.pool_capacity,

@@ -219,6 +219,8 @@ class Driver(ABC):
     graphs: bool = False  # whether `capture` is implemented
     reaches_pinned: bool = False  # whether kernels take pinned memory as arguments
     times: bool = False  # whether commands can be timed
+    # Whether a thread may compile kernels a second time where that makes their launches quicker.
+    compiles_again: bool = False
     rates: Any = None  # what a file says of a device that is not there (StepRates); others are measured
 
     def __init__(self, name: str, capabilities: Capabilities) -> None:

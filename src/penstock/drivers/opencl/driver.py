@@ -156,7 +156,7 @@ class OpenCLDriver(Driver):
         try:
             program = self._program(source, len(signatures), self._device)
             inline = None
-            if self._inline is not None:
+            if self._inline is not None and self.compiles_again:
                 build = partial(self._program_inline, source, len(signatures))
                 inline = InlineProgram(self._inline, signatures, build)
             kernels = {}
@@ -212,7 +212,7 @@ class OpenCLDriver(Driver):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", cl.CompilerWarning)
             # Without PyOpenCL's cache on disk, which is never emptied: drivers have their own.
-            program.build(self._options, [device], cache_dir=False)  # type: ignore[arg-type]
+            program.build(self._options, devices=[device], cache_dir=False)  # type: ignore[arg-type]
             return program
 
     def _loaded(self, device: cl.Device, binary: bytes) -> cl.Program | None:
