@@ -378,12 +378,10 @@ class Jitted:
 def test_a_session_gives_what_numpy_gives(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structure, "MIN_ITEMS", 4 * LARGE)  # kernels for the large, and NumPy in place
     offloads = kind in OFFLOADING
-    if (
-        kind == INLINE
-    ):  # kernels for what NumPy would compute, and where the calling thread may run them, it does
+    if kind == INLINE:  # kernels for all that NumPy would compute, in this thread where they may
         at_once(monkeypatch)
         device = Device.over(DRIVERS["opencl-svm"](), replace(SMALL, force_kernels=True))
-        device.driver.compiles_again = True
+        device.driver.launch_inline()
     else:
         device = offloading(OFFLOADING[kind]) if offloads else Device.over(DRIVERS[kind](), SMALL)
     jitted = Jitted(device)
