@@ -24,7 +24,7 @@ from penstock.drivers.opencl.natives import open_queue, typed_kernel
 _MOST_WORK = 1 << 20  # operations and bytes of a launch that may be tried: more than quick ones have
 _OFTEN = 32  # launches of every kernel of a program before it is compiled
 _TRIALS = 8  # launches after which it is known whether they are quick; the least time of them counts
-_QUICK_SECONDS = 15e-6  # that a launch may take: about what threads take beside the work itself
+_QUICK_SECONDS = 8e-6  # that a launch may take: less than threads take beside the work itself
 _MOST_WAITING = 64  # programs
 _enqueue_kernel: Any = cl.enqueue_nd_range_kernel  # see `driver`
 
