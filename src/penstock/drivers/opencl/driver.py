@@ -14,7 +14,7 @@ import mmap
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,7 +33,6 @@ from penstock.drivers.driver import (
     Queue,
     Source,
     Waits,
-    parameter_dtypes,
 )
 from penstock.drivers.opencl import pocl
 from penstock.drivers.opencl.devices import MemoryKind, best_memory_kind, opencl_capabilities
@@ -153,52 +152,54 @@ class OpenCLDriver(Driver):
     def compile(self, source: Source, signatures: Mapping[str, Sequence[str]]) -> dict[str, Kernel]:
         if not isinstance(source, str):
             raise CompileError("an OpenCL device takes OpenCL C as text, and functions were given")
-        for name, signature in signatures.items():
-            parameter_dtypes(name, signature)  # which refuses what is no type
+        kernels = {name: Kernel(name, signature, None) for name, signature in signatures.items()}
+        program, inline = self._program(source, signatures, self._device), None
+        if self._inline is not None:
+            self._inline.note_compiled()
+            native = self._inline.native
+            build = partial(self._whole_program, source, signatures, native)
+            inline = InlineProgram(self._inline, signatures, build, self._is_kept(source, native))
         try:
-            program = self._program(source, len(signatures), self._device)
-            inline = None
-            if self._inline is not None:
-                build = partial(self._program_inline, source, len(signatures))
-                inline = InlineProgram(self._inline, signatures, build)
-            kernels = {}
-            for name, signature in signatures.items():
+            for kernel in kernels.values():
                 # With its program, because some implementations do not return a kernel's program.
-                kernel = kernels[name] = Kernel(name, signature, None)
                 kernel.native = typed_kernel(program, kernel), program, inline
         except cl.Error as error:
-            raise CompileError(f"{self.name} refused the source of {sorted(signatures)}:\n{error}") from None
+            raise self._refusal(signatures, error) from None
         return kernels
 
-    def _program(self, source: str, kernels: int, device: cl.Device) -> cl.Program:
-        """A source with so many kernels, compiled for a device or loaded from disk."""
-        compile = partial(self._build, cl.Program(self._context, source), device)
-        if self._cache is None:
-            return compile()
-        return self._cache.build(
-            self._description(source, device), kernels, partial(self._loaded, device), compile
-        )
+    def _program(self, source: str, names: Collection[str], device: cl.Device) -> cl.Program:
+        """A source of kernels with these names, compiled for a device or loaded from disk."""
+        try:
+            compile = partial(self._build, cl.Program(self._context, source), device)
+            if self._cache is None:
+                return compile()
+            description, load = self._description(source, device), partial(self._loaded, device)
+            return self._cache.build(description, len(names), load, compile)
+        except cl.Error as error:
+            raise self._refusal(names, error) from None
+
+    def _refusal(self, names: Collection[str], error: cl.Error) -> CompileError:
+        return CompileError(f"{self.name} refused the source of {sorted(names)}:\n{error}")
+
+    def _whole_program(self, source: str, names: Collection[str], device: cl.Device) -> cl.Program:
+        """The same with the code of all its kernels, which is kept on disk."""
+        program = self._program(source, names, device)
+        if self._cache is not None:
+            self._cache.keep(self._description(source, device))
+        return program
 
     def compile_ahead(self, source: str, signatures: Mapping[str, Sequence[str]]) -> None:
-        kernels = self.compile(source, signatures)
-        if self._cache is not None:
-            self._cache.keep(self._description(source, self._device))
-        kernels.clear()  # not earlier: they keep the program alive, which is saved here
-
-    def _program_inline(self, source: str, kernels: int) -> cl.Program:
-        """The program of a source for the calling thread, with the code of all its kernels."""
-        assert self._inline is not None
-        assert self._cache is not None
-        program = self._program(source, kernels, self._inline.native)
-        self._cache.keep(self._description(source, self._inline.native))
-        return program
+        self._whole_program(source, signatures, self._device)
 
     @property
     def keeps_compiled(self) -> bool:
         return self._cache is not None
 
     def has_compiled(self, source: str) -> bool:
-        return self._cache is not None and self._cache.has(self._description(source, self._device))
+        return self._is_kept(source, self._device)
+
+    def _is_kept(self, source: str, device: cl.Device) -> bool:
+        return self._cache is not None and self._cache.has(self._description(source, device))
 
     def _description(self, source: str, device: cl.Device) -> str:
         """All that the compiled code of a source depends on."""
@@ -243,7 +244,7 @@ class OpenCLDriver(Driver):
 
         def launch(queue: Queue, args: Args, waits: Waits) -> Event:
             try:
-                if inline.is_ready() and not waits and self._is_idle(queue):
+                if inline.is_ready() and not waits and self._may_run_inline(queue):
                     return inline.run(args)
             except cl.Error as error:
                 raise DeviceError(str(error)) from None
@@ -264,12 +265,12 @@ class OpenCLDriver(Driver):
             self._last = event
         return event
 
-    def _is_idle(self, queue: Queue) -> bool:
-        """Whether it is the queue of kernels, and all its commands are done: what runs now is in order."""
+    def _may_run_inline(self, queue: Queue) -> bool:
+        """Whether all commands of a queue are done, so that what runs now is in order, and would not wait."""
         if queue is not self.compute or (self._last is not None and not self.is_done(self._last)):
             return False
         self._last = None
-        return True
+        return self._cache is not None and not self._cache.is_compiling
 
     def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Args) -> Any:
         _, program, inline = kernel.native
@@ -292,7 +293,7 @@ class OpenCLDriver(Driver):
             self._cache.save_if_due()
         try:
             for native, grid, group, inline in bound:
-                if inline is not None and inline.is_ready() and not waits and self._is_idle(queue):
+                if inline is not None and inline.is_ready() and not waits and self._may_run_inline(queue):
                     events.append(inline.run())
                     continue
                 event = _enqueue_kernel(queue, native, grid, group, None, waits, True, False)

@@ -13,16 +13,19 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import pyopencl as cl
 
 from penstock.drivers.driver import Args, Event, Grid, Kernel
 from penstock.drivers.opencl.natives import open_queue, typed_kernel
+from penstock.errors import CompileError
 
 _MOST_WORK = 1 << 20  # operations and bytes of a launch that may be tried: more than quick ones have
-_OFTEN = 32  # launches of every kernel of a program before it is compiled
+_OFTEN = 64  # launches of every kernel of a program before it is compiled
+_QUIET_SECONDS = 1.0  # since somebody waited for the compiler, who may need it again
+_PAUSE_SECONDS = 0.05
 _TRIALS = 8  # launches after which it is known whether they are quick; the least time of them counts
 _QUICK_SECONDS = 8e-6  # that a launch may take: less than threads take beside the work itself
 _MOST_WAITING = 64  # programs
@@ -39,6 +42,8 @@ class InlineDevice:
         self._thread = ThreadPoolExecutor(1, "penstock, inline kernels")
         self._lock = threading.Lock()
         self._awake = False  # whether a step is under way, or will be
+        self._is_closed = False
+        self._last_compiled = perf_counter()
 
     def open_queue(self, timed: bool) -> cl.CommandQueue:
         """Let kernels run on a new queue."""
@@ -46,24 +51,33 @@ class InlineDevice:
         return self.queue
 
     def compile(self, program: InlineProgram) -> None:
-        """Compile a program in the thread."""
-        self._wanted.append(program)
+        """Compile a program in the thread, or load it, which is done first."""
+        if program.is_kept:
+            self._wanted.appendleft(program)
+        else:
+            self._wanted.append(program)
         self._wake()
+
+    def note_compiled(self) -> None:
+        """Tell that something was compiled, or loaded, that somebody waits for."""
+        self._last_compiled = perf_counter()
 
     def close(self) -> None:
         """Begin no further compilation."""
-        self._wanted.clear()
+        self._is_closed = True
 
     def _wake(self) -> None:
         with self._lock:
-            if not self._awake and self._wanted:
+            if not self._awake and self._wanted and not self._is_closed:
                 with suppress(RuntimeError):  # the interpreter ends
                     self._thread.submit(self._step)
                     self._awake = True
 
     def _step(self) -> None:
-        """Compile one program: a step is short, because the interpreter waits for it at exit."""
-        with suppress(IndexError):  # it was closed
+        """Compile one program, or wait. A step is short, because the interpreter waits for it at exit."""
+        if not self._wanted[0].is_kept and perf_counter() - self._last_compiled < _QUIET_SECONDS:
+            sleep(_PAUSE_SECONDS)
+        else:
             self._wanted.popleft().build()
         self._awake = False
         self._wake()
@@ -73,9 +87,10 @@ class InlineProgram:
     """A program that is compiled for the calling thread once all its kernels were launched often."""
 
     def __init__(
-        self, device: InlineDevice, kernels: Iterable[str], build: Callable[[], cl.Program | None]
+        self, device: InlineDevice, kernels: Iterable[str], build: Callable[[], cl.Program], is_kept: bool
     ) -> None:
-        self.device, self._build = device, build
+        """`is_kept`: whether it was compiled before, so that `build` only loads it."""
+        self.device, self._build, self.is_kept = device, build, is_kept
         self._launches = dict.fromkeys(kernels, 0)  # small ones of kernels that were not launched often
         self.native: cl.Program | None = None  # once it is compiled
 
@@ -85,14 +100,14 @@ class InlineProgram:
         if count is None:
             return
         self._launches[kernel] = count + 1
-        if count + 1 >= _OFTEN:
+        if self.is_kept or count + 1 >= _OFTEN:
             del self._launches[kernel]
             if not self._launches:
                 self.device.compile(self)
 
     def build(self) -> None:
         """Compile it now. What cannot be compiled stays with the threads' device."""
-        with suppress(cl.Error):
+        with suppress(CompileError):
             self.native = self._build()
 
 

@@ -102,6 +102,7 @@ class PoclCache:
         self._listed: dict[str, tuple[int | None, tuple[str, ...]]] = {}  # by outer folders, with their times
         # Folders in which PoCL writes code now: it would crash if it were asked for the binary meanwhile.
         self._generating: set[str] = set()
+        self._building = False
         self._wait = 0.0
         self._due = math.inf  # when to try next to save programs whose kernels had not all run
         os.environ.setdefault(_SPECIALIZATION, "0")
@@ -121,12 +122,14 @@ class PoclCache:
         key = _key(description)
         with self._lock:
             before = set(self._folders())
+            self._building = True
             self._due = math.inf  # so that threads that launch kernels do not wait for the compiler
             try:
                 binary = self._binaries.get(key)
                 loaded = None if binary is None else load(binary)
                 program = compile() if loaded is None else loaded
             finally:
+                self._building = False
                 self._wait = _FIRST_SAVE_SECONDS
                 self._due = perf_counter() + self._wait
             new = [folder for folder in self._folders() if folder not in before]
@@ -134,6 +137,11 @@ class PoclCache:
                 self._programs[new[0]] = _Program(key, kernels, weakref.ref(program), loaded is not None)
             self._forget()
         return program
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether PoCL compiles now: all launches wait for it, on its threads or in the calling thread."""
+        return self._building or bool(self._generating)
 
     def has(self, description: str) -> bool:
         """Whether the binary of a program is on disk."""
