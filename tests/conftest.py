@@ -357,7 +357,7 @@ def _unoptimized() -> Iterator[None]:
             patch.setenv("POCL_EXTRA_BUILD_FLAGS", "")
             pocl.extra_flags()
             driver = OpenCLDriver(NATIVE, "first")
-            driver._build(cl.Program(driver._context, OPENCL))  # and not loaded from the disk
+            driver._build(cl.Program(driver._context, OPENCL), driver._device)  # and not loaded from the disk
             driver.close()
             patch.setenv("POCL_EXTRA_BUILD_FLAGS", _UNOPTIMIZED)
         yield

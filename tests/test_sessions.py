@@ -11,18 +11,21 @@ import itertools
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DRIVERS, SMALL, examples, surface
+from conftest import DRIVERS, NATIVE, SMALL, examples, surface
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from test_inline import at_once
 from test_offload import offloading
 
 import penstock as ps
 from penstock import Device, nn, optim
+from penstock.drivers.opencl import pocl
 from penstock.errors import OutOfDeviceMemory
 from penstock.execution import structure
 
@@ -31,7 +34,9 @@ Array = np.ndarray[Any, Any]
 Full = Callable[..., Any]
 LARGE = 200  # rows and columns: more items than NumPy computes for a CPU
 OFFLOADING = {"opencl-offloading": "opencl-device", "host-offloading": "host-late"}
+INLINE = "opencl-inline"
 KINDS = [*(kind for kind in DRIVERS if kind != "opencl-mapped"), *OFFLOADING]
+KINDS += [INLINE] if pocl.inline_device(NATIVE) is not None else []
 
 numbers = st.sampled_from([0, 1, 2, -1, 3, 0.5, -0.5, -0.0])
 places = st.integers(0, 11)
@@ -368,12 +373,17 @@ class Jitted:
 
 
 @surface
-@pytest.mark.slow("opencl-offloading")
+@pytest.mark.slow("opencl-offloading", INLINE)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_session_gives_what_numpy_gives(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structure, "MIN_ITEMS", 4 * LARGE)  # kernels for the large, and NumPy in place
     offloads = kind in OFFLOADING
-    device = offloading(OFFLOADING[kind]) if offloads else Device.over(DRIVERS[kind](), SMALL)
+    if kind == INLINE:  # kernels for all that NumPy would compute, in this thread where they may
+        at_once(monkeypatch)
+        device = Device.over(DRIVERS["opencl-svm"](), replace(SMALL, force_kernels=True))
+        device.driver.launch_inline()
+    else:
+        device = offloading(OFFLOADING[kind]) if offloads else Device.over(DRIVERS[kind](), SMALL)
     jitted = Jitted(device)
     cost = 1 if device.capabilities.language == "numpy" else 8  # kernels are compiled
     run_state_machine_as_test(

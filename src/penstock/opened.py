@@ -35,6 +35,8 @@ class Layers:
 
     def __init__(self, driver: Driver, settings: Settings) -> None:
         self.driver = driver
+        if settings.compile_ahead:
+            driver.launch_inline()
         self.limit = Limit(Raw(driver), settings.memory_limit)
         bounds = {
             "capacity": settings.pool_capacity,

@@ -222,6 +222,7 @@ class Driver(ABC):
     graphs: bool = False  # whether `capture` is implemented
     reaches_pinned: bool = False  # whether kernels take pinned memory as arguments
     times: bool = False  # whether commands can be timed
+    launch_seconds: float = 20e-6  # what a launch with little to do takes on a CPU, in all its threads
     rates: Any = None  # what a file says of a device that is not there (StepRates); others are measured
 
     def __init__(self, name: str, capabilities: Capabilities) -> None:
@@ -296,6 +297,13 @@ class Driver(ABC):
     def launcher(self, kernel: Kernel, grid: Grid, group: Grid) -> Launcher:
         """What does the same with any arguments, again and again."""
         return lambda queue, args, waits: self.launch(queue, kernel, grid, group, args, waits)
+
+    def launch_inline(self) -> bool:
+        """From now on, let the calling thread run small kernels, if the device can; whether it can.
+
+        A thread compiles them for it. They are complete when their launch returns, and in order with others.
+        """
+        return False
 
     @abstractmethod
     def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Args) -> Any:

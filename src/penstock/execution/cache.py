@@ -19,6 +19,7 @@ from penstock.collectives.world import patient
 from penstock.compiler.pipeline import budget_levels, compile_graph, prepare
 from penstock.compiler.schedule import Schedule
 from penstock.compiler.target import Budget, Target
+from penstock.drivers.driver import Driver
 from penstock.errors import OutOfDeviceMemory
 from penstock.execution.ahead import Ahead
 from penstock.execution.executable import Executable
@@ -143,11 +144,19 @@ class ExecutableCache:
             if on_host is None or on_host.largest > _MOST_IN_PLACE:
                 self.singles[key] = program.runner
             else:
-                self.singles[key] = InPlace(on_host, program.runner).run
+                self.singles[key] = InPlace(on_host, program.runner, self._launch_seconds(on_host)).run
 
     def _may_be_outgrown(self, program: HostProgram) -> bool:
         """Whether a kernel is better once an expression has come often."""
-        return program.operations > 1 and self._ahead is not None
+        if self._ahead is None:
+            return False
+        is_quick = self._launch_seconds(program) < Driver.launch_seconds
+        return program.operations > 1 or (is_quick and not program.is_alone)
+
+    def _launch_seconds(self, program: HostProgram) -> float:
+        """What a launch takes in place of NumPy, beside the work itself."""
+        driver = self._device.driver
+        return driver.launch_seconds if program.small else Driver.launch_seconds
 
     def known(
         self, structure: Structure, repeated: bool = False, state: State | None = None

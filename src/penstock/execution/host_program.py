@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from penstock.execution.launched import RunProgram
 
 _FEW_ITEMS = 256  # of a value that is kept for the next run
-_LAUNCH_SECONDS = 20e-6  # what a launch on a CPU takes, in the calling thread and in those of PoCL
 _TRIALS = 8  # runs by NumPy of an expression that has kernels; the least time of them counts
 _QUIET = copy_context()  # in which NumPy does not warn; to enter a copy takes less time than `np.errstate`
 _QUIET.run(np.seterr, all="ignore")
@@ -70,10 +69,10 @@ class HostProgram:
             for node in self.nodes
         ]
         # The same as `run` from inputs in the device's own memory; None if the device still uses one of them.
-        self.run_in_place = self._run_alone(self._steps[-1]) if self._is_alone else self._run_in_place
+        self.run_in_place = self._run_alone(self._steps[-1]) if self.is_alone else self._run_in_place
 
     @property
-    def _is_alone(self) -> bool:
+    def is_alone(self) -> bool:
         """Whether it is one operation, on inputs and constants, that is written where its result stays."""
         if len(self._wanted) > 1 or not self._steps:  # where all values are inputs, nothing is computed
             return False
@@ -209,8 +208,8 @@ class InPlace:
     Both give the same bits.
     """
 
-    def __init__(self, on_host: HostProgram, launch: RunProgram) -> None:
-        self._on_host, self._launch = on_host, launch
+    def __init__(self, on_host: HostProgram, launch: RunProgram, launch_seconds: float) -> None:
+        self._on_host, self._launch, self._launch_seconds = on_host, launch, launch_seconds
         self._trials = _TRIALS
         self._quick = False  # whether one of these took NumPy less time than a launch
 
@@ -224,7 +223,7 @@ class InPlace:
             return self._launch(inputs, numbers)
         if self._trials:
             self._trials -= 1
-            self._quick = self._quick or perf_counter() - start < _LAUNCH_SECONDS
+            self._quick = self._quick or perf_counter() - start < self._launch_seconds
         return results
 
 

@@ -14,11 +14,9 @@ import mmap
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from time import perf_counter
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyopencl as cl
@@ -26,35 +24,31 @@ import pyopencl as cl
 from penstock.drivers.driver import (
     Args,
     Bytes,
-    Capabilities,
     Driver,
     Event,
     Grid,
     Kernel,
+    Launcher,
     Memory,
     Queue,
     Source,
     Waits,
-    check_parameter_count,
-    parameter_dtypes,
 )
-from penstock.drivers.opencl import invokers, pocl
+from penstock.drivers.opencl import pocl
+from penstock.drivers.opencl.devices import MemoryKind, best_memory_kind, opencl_capabilities
+from penstock.drivers.opencl.inline import InlineDevice, InlineLaunch, InlineProgram, inline_launch
+from penstock.drivers.opencl.natives import Clock, open_queue, typed_kernel
 from penstock.errors import CompileError, DeviceError
 from penstock.lru import LRU
-
-MemoryKind = Literal["svm", "mapped", "device"]
 
 _NOTHING = np.zeros(1, np.uint8)
 _MAX_PARTS = 256  # sub-buffers kept for an allocation
 _LARGE = 4 << 20  # bytes from which on the size of pages matters
-_LEAST_VECTOR_WIDTH = 4  # of a CPU
-_BUFFER_PARAMETERS = 12  # bytes that a buffer takes of a kernel's parameters: a pointer and an offset
-_OTHER_PARAMETERS = 128  # bytes for scalars
 _DEFAULT_ALIGNMENT = 0  # means that of OpenCL's widest vector type, 128 bytes
 _RW = cl.mem_flags.READ_WRITE
 _SVM = cl.svm_mem_flags.READ_WRITE | cl.svm_mem_flags.SVM_FINE_GRAIN_BUFFER
 _PROFILE = cl.profiling_info
-_CLOCK_SECONDS = 1.0  # how long the measured offset of the device's clock is used
+_INLINE_SECONDS = 8e-6  # what a launch takes that the calling thread runs, from the operator on
 _ROUND_QUOTIENTS = "-cl-fp32-correctly-rounded-divide-sqrt"
 _STATUS = cl.event_info.COMMAND_EXECUTION_STATUS
 _READ, _READ_WRITE = cl.map_flags.READ, cl.map_flags.READ | cl.map_flags.WRITE
@@ -69,28 +63,6 @@ _NO_MEMORY = {
 }
 
 
-def find_devices() -> list[cl.Device]:
-    """Every OpenCL device: GPUs first, then other accelerators, then CPUs; the largest memory first."""
-    devices: list[cl.Device] = []
-    invokers.keep_in_memory()
-    with pocl.own_folder():
-        try:
-            platforms = cl.get_platforms()
-        except cl.Error:  # OpenCL reports it as an error that there is no platform
-            return []
-        for platform in platforms:
-            with suppress(cl.Error):  # a platform whose hardware is absent
-                devices += platform.get_devices()
-    order = {"gpu": 0, "accelerator": 1, "cpu": 2}
-    usable = [device for device in devices if device.available and device.compiler_available]
-    return sorted(usable, key=lambda device: (order[_kind(device)], -device.global_mem_size))
-
-
-def problem(device: cl.Device) -> str:
-    """Why a device cannot be used; empty if it can."""
-    return pocl.problem() if device.platform.name == pocl.PLATFORM else ""
-
-
 class OpenCLDriver(Driver):
     """An OpenCL device."""
 
@@ -99,17 +71,24 @@ class OpenCLDriver(Driver):
     def __init__(self, device: cl.Device, name: str, memory: MemoryKind | None = None) -> None:
         self._memory_kind = memory or best_memory_kind(device)
         super().__init__(name, opencl_capabilities(device, self._memory_kind))
-        self._context = cl.Context([device])
-        self._maps = cl.CommandQueue(self._context)  # always idle, so that a map waits for nothing else
-        self._clock: _Clock | None = None  # while commands are timed
+        self._device = device
+        self._inline_native = pocl.inline_device(device) if self._memory_kind == "svm" else None
+        both = [native for native in (device, self._inline_native) if native is not None]
+        self._context = cl.Context(both)
+        self._inline: InlineDevice | None = None  # unless it is asked for
+        self._last: Event | None = None  # the last command of `compute`; None if it is known to be done
+        self._maps = open_queue(self._context, device)  # always idle, so that a map waits for nothing else
+        self._clock: Clock | None = None  # while commands are timed
         self._open_queues(timed=False)
-        self._version = (device.platform.name, device.version, device.driver_version, device.name)
         self._cache = pocl.cache() if device.platform.name == pocl.PLATFORM else None
         self._copies: deque[Event] = deque()  # kept until done, because PyOpenCL's destructor waits for them
 
     def _open_queues(self, timed: bool) -> None:
-        self.compute, self.incoming, self.outgoing = (_queue(self._context, timed) for _ in range(3))
-        self._queues = (self.compute, self.incoming, self.outgoing, self._maps)
+        self.compute, self.incoming, self.outgoing = (
+            open_queue(self._context, self._device, timed) for _ in range(3)
+        )
+        inline = () if self._inline is None else (self._inline.open_queue(timed),)
+        self._queues = (self.compute, self.incoming, self.outgoing, self._maps, *inline)
 
     # Memory
 
@@ -173,57 +152,76 @@ class OpenCLDriver(Driver):
     def compile(self, source: Source, signatures: Mapping[str, Sequence[str]]) -> dict[str, Kernel]:
         if not isinstance(source, str):
             raise CompileError("an OpenCL device takes OpenCL C as text, and functions were given")
-        dtypes = {name: parameter_dtypes(name, signature) for name, signature in signatures.items()}
+        kernels = {name: Kernel(name, signature, None) for name, signature in signatures.items()}
+        program, inline = self._program(source, signatures, self._device), None
+        if self._inline is not None:
+            self._inline.note_compiled()
+            native = self._inline.native
+            build = partial(self._whole_program, source, signatures, native)
+            inline = InlineProgram(self._inline, signatures, build, self._is_kept(source, native))
         try:
-            if self._cache is None:
-                program = self._build(cl.Program(self._context, source))
-            else:
-                description = self._description(source)
-                compile = partial(self._build, cl.Program(self._context, source))
-                program = self._cache.build(description, len(signatures), self._loaded, compile)
-            kernels = {}
-            for name, signature in signatures.items():
-                native = cl.Kernel(program, name)
-                _set_types(native, signature, dtypes[name])
+            for kernel in kernels.values():
                 # With its program, because some implementations do not return a kernel's program.
-                kernels[name] = Kernel(name, signature, (native, program))
+                kernel.native = typed_kernel(program, kernel), program, inline
         except cl.Error as error:
-            raise CompileError(f"{self.name} refused the source of {sorted(signatures)}:\n{error}") from None
+            raise self._refusal(signatures, error) from None
         return kernels
 
-    def compile_ahead(self, source: str, signatures: Mapping[str, Sequence[str]]) -> None:
-        kernels = self.compile(source, signatures)
+    def _program(self, source: str, names: Collection[str], device: cl.Device) -> cl.Program:
+        """A source of kernels with these names, compiled for a device or loaded from disk."""
+        try:
+            compile = partial(self._build, cl.Program(self._context, source), device)
+            if self._cache is None:
+                return compile()
+            description, load = self._description(source, device), partial(self._loaded, device)
+            return self._cache.build(description, len(names), load, compile)
+        except cl.Error as error:
+            raise self._refusal(names, error) from None
+
+    def _refusal(self, names: Collection[str], error: cl.Error) -> CompileError:
+        return CompileError(f"{self.name} refused the source of {sorted(names)}:\n{error}")
+
+    def _whole_program(self, source: str, names: Collection[str], device: cl.Device) -> cl.Program:
+        """The same with the code of all its kernels, which is kept on disk."""
+        program = self._program(source, names, device)
         if self._cache is not None:
-            self._cache.keep(self._description(source))
-        kernels.clear()  # not earlier: they keep the program alive, which is saved here
+            self._cache.keep(self._description(source, device))
+        return program
+
+    def compile_ahead(self, source: str, signatures: Mapping[str, Sequence[str]]) -> None:
+        self._whole_program(source, signatures, self._device)
 
     @property
     def keeps_compiled(self) -> bool:
         return self._cache is not None
 
     def has_compiled(self, source: str) -> bool:
-        return self._cache is not None and self._cache.has(self._description(source))
+        return self._is_kept(source, self._device)
 
-    def _description(self, source: str) -> str:
+    def _is_kept(self, source: str, device: cl.Device) -> bool:
+        return self._cache is not None and self._cache.has(self._description(source, device))
+
+    def _description(self, source: str, device: cl.Device) -> str:
         """All that the compiled code of a source depends on."""
-        return "\n".join((*self._version, *self._options, pocl.extra_flags(), source))
+        version = device.platform.name, device.version, device.driver_version, device.name
+        return "\n".join((*version, *self._options, pocl.extra_flags(), source))
 
     @property
     def _options(self) -> list[str]:
         """The options for the compiler: no warnings, and quotients and roots that are rounded correctly."""
         return ["-w", *([_ROUND_QUOTIENTS] if self.capabilities.rounds_quotients else [])]
 
-    def _build(self, program: cl.Program) -> cl.Program:
+    def _build(self, program: cl.Program, device: cl.Device) -> cl.Program:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", cl.CompilerWarning)
             # Without PyOpenCL's cache on disk, which is never emptied: drivers have their own.
-            program.build(self._options, cache_dir=False)  # type: ignore[arg-type]
+            program.build(self._options, devices=[device], cache_dir=False)  # type: ignore[arg-type]
             return program
 
-    def _loaded(self, binary: bytes) -> cl.Program | None:
+    def _loaded(self, device: cl.Device, binary: bytes) -> cl.Program | None:
         """A program from its binary; None if the driver refuses it, as it may do after an update."""
         try:
-            return self._build(cl.Program(self._context, self._context.devices, [binary]))
+            return self._build(cl.Program(self._context, [device], [binary]), device)
         except cl.Error:
             return None
 
@@ -232,32 +230,74 @@ class OpenCLDriver(Driver):
     ) -> Event:
         if self._cache is not None:
             self._cache.save_if_due()
-        native, _ = kernel.native
+        native, *_ = kernel.native
         try:
             native.set_args(*args)
-            return _enqueue_kernel(queue, native, grid, group, None, waits, True, False)
+            return self._noted(queue, _enqueue_kernel(queue, native, grid, group, None, waits, True, False))
         except (cl.Error, RuntimeError) as error:
             raise DeviceError(str(error)) from None
 
+    def launcher(self, kernel: Kernel, grid: Grid, group: Grid) -> Launcher:
+        inline = inline_launch(kernel.native[-1], kernel, grid, group)
+        if inline is None:
+            return super().launcher(kernel, grid, group)
+
+        def launch(queue: Queue, args: Args, waits: Waits) -> Event:
+            try:
+                if inline.is_ready() and not waits and self._may_run_inline(queue):
+                    return inline.run(args)
+            except cl.Error as error:
+                raise DeviceError(str(error)) from None
+            return self.launch(queue, kernel, grid, group, args, waits)
+
+        return launch
+
+    def launch_inline(self) -> bool:
+        if self._inline is None and self._inline_native is not None and self._cache is not None:
+            self._inline = InlineDevice(self._context, self._inline_native)
+            self._queues += (self._inline.queue,)
+            self.launch_seconds = _INLINE_SECONDS
+        return self._inline is not None
+
+    def _noted(self, queue: Queue, event: Event) -> Event:
+        """An event of a queue, which is noted if launches on it may be inline."""
+        if queue is self.compute:
+            self._last = event
+        return event
+
+    def _may_run_inline(self, queue: Queue) -> bool:
+        """Whether all commands of a queue are done, so that what runs now is in order, and would not wait."""
+        if queue is not self.compute or (self._last is not None and not self.is_done(self._last)):
+            return False
+        self._last = None
+        return self._cache is not None and not self._cache.is_compiling
+
     def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Args) -> Any:
+        _, program, inline = kernel.native
         try:
-            native = cl.Kernel(kernel.native[1], kernel.name)
-            _set_types(native, kernel.signature, kernel.dtypes)
+            native = typed_kernel(program, kernel)
             native.set_args(*args)
         except (cl.Error, RuntimeError) as error:
             raise DeviceError(str(error)) from None
-        return native, grid, group
+        return _Bound(native, grid, group, inline_launch(inline, kernel, grid, group, args))
 
     def rebind(self, bound: Any, position: int, dtype: np.dtype[Any], arg: Any) -> None:
         scalar = isinstance(arg, (int, float))
-        _checked(bound[0].set_arg, position, dtype.type(arg) if scalar else arg)
+        value = dtype.type(arg) if scalar else arg
+        _checked(bound.native.set_arg, position, value)
+        if bound.inline is not None:
+            _checked(bound.inline.set_arg, position, value)
 
     def replay(self, queue: Queue, bound: Sequence[Any], waits: Waits, events: list[Event]) -> None:
         if self._cache is not None:
             self._cache.save_if_due()
         try:
-            for native, grid, group in bound:
-                events.append(_enqueue_kernel(queue, native, grid, group, None, waits, True, False))
+            for native, grid, group, inline in bound:
+                if inline is not None and inline.is_ready() and not waits and self._may_run_inline(queue):
+                    events.append(inline.run())
+                    continue
+                event = _enqueue_kernel(queue, native, grid, group, None, waits, True, False)
+                events.append(self._noted(queue, event))
                 waits = None  # the queue is in order, so the others wait with the first
         except cl.Error as error:
             raise DeviceError(str(error)) from None
@@ -287,7 +327,7 @@ class OpenCLDriver(Driver):
         return self._copy(queue, target.native, source.native, waits, byte_count=nbytes, **offsets)
 
     def _copy(self, queue: Queue, target: Any, source: Any, waits: Waits, **how: int) -> Event:
-        event = _checked(cl.enqueue_copy, queue, target, source, wait_for=waits, **how)
+        event = self._noted(queue, _checked(cl.enqueue_copy, queue, target, source, wait_for=waits, **how))
         while self._copies and self.is_done(self._copies[0]):
             self._copies.popleft()
         self._copies.append(event)
@@ -342,8 +382,9 @@ class OpenCLDriver(Driver):
         for queue in self._queues:
             queue.finish()
         self._copies.clear()  # an event keeps its queue alive
+        self._last = None
         self._open_queues(on)
-        self._clock = _Clock(self._context) if on else None
+        self._clock = Clock(open_queue(self._context, self._device, timed=True)) if on else None
 
     def ran(self, event: Event) -> tuple[float, float] | None:
         clock = self._clock
@@ -359,6 +400,8 @@ class OpenCLDriver(Driver):
     # Life cycle
 
     def close(self) -> None:
+        if self._inline is not None:
+            self._inline.close()
         for queue in self._queues:
             queue.finish()
         if self._cache is not None:
@@ -367,90 +410,17 @@ class OpenCLDriver(Driver):
     def abandon(self) -> None:
         # The child does not have PoCL's threads, so destructors could wait for ever: they must never run.
         natives = [part for memory in self._allocations for part in (memory.native, memory.host)]
-        for native in (self._context, self._clock, *self._queues, *self._copies, *natives):
+        for native in (self._context, self._clock, self._last, *self._queues, *self._copies, *natives):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(native))
 
 
-class _Clock:
-    """Converts times of the device's clock to the host's. Both know when a command was recorded."""
+class _Bound(NamedTuple):
+    """A launch with its arguments."""
 
-    def __init__(self, context: cl.Context) -> None:
-        self._queue = _queue(context, timed=True)  # always idle
-        self._offset = self._due = 0.0
-        self._set()
-
-    def on_host(self, nanoseconds: int) -> float:
-        """A time of the device in seconds of the host's clock."""
-        if perf_counter() > self._due:  # the clocks drift
-            self._set()
-        return nanoseconds * 1e-9 + self._offset
-
-    def _set(self) -> None:
-        measured = []
-        for _ in range(5):  # the best of 5, since the host may be interrupted in between
-            before = perf_counter()
-            event = cl.enqueue_marker(self._queue)
-            after = perf_counter()
-            event.wait()
-            queued: Any = event.get_profiling_info(_PROFILE.QUEUED)
-            measured.append((after - before, (before + after) / 2 - queued * 1e-9))
-        self._offset = min(measured)[1]
-        self._due = perf_counter() + _CLOCK_SECONDS
-
-
-def _queue(context: cl.Context, timed: bool) -> cl.CommandQueue:
-    if not timed:
-        return cl.CommandQueue(context)
-    return cl.CommandQueue(context, properties=cl.command_queue_properties.PROFILING_ENABLE)
-
-
-def opencl_capabilities(device: cl.Device, memory: MemoryKind | None = None) -> Capabilities:
-    """What `device` can do, without opening it."""
-    extensions = device.extensions.split()
-    kind = _kind(device)
-    return Capabilities(
-        description=device.name.strip(),
-        vendor=device.vendor.strip(),
-        api=f"{device.version.split(' PoCL')[0].strip()} ({device.platform.name.strip()})",
-        kind=kind,
-        language="opencl",
-        total_bytes=device.global_mem_size,
-        max_allocation_bytes=device.max_mem_alloc_size,
-        offset_alignment=max(device.mem_base_addr_align // 8, 1),
-        shared_memory=(memory or best_memory_kind(device)) != "device",
-        compute_units=device.max_compute_units,
-        max_group_size=device.max_work_group_size,
-        local_bytes=device.local_mem_size,
-        # By the device's type: some CPUs report 1, because their compiler vectorizes.
-        vector_width=max(device.native_vector_width_float, _LEAST_VECTOR_WIDTH) if kind == "cpu" else 1,
-        float16="cl_khr_fp16" in extensions,
-        float64="cl_khr_fp64" in extensions,
-        max_buffers=_most_buffers(device),
-        rounds_quotients=bool(device.single_fp_config & cl.device_fp_config.CORRECTLY_ROUNDED_DIVIDE_SQRT),
-        offloads=kind != "cpu" and (memory or best_memory_kind(device)) == "device",
-        cache_bytes=device.global_mem_cache_size if kind == "cpu" else 0,
-    )
-
-
-def _most_buffers(device: cl.Device) -> int:
-    """Limited by the bytes of a kernel's parameters. PoCL reports such a limit, but has none."""
-    if device.platform.name == pocl.PLATFORM:
-        return 1 << 16
-    return (device.max_parameter_size - _OTHER_PARAMETERS) // _BUFFER_PARAMETERS
-
-
-def _kind(device: cl.Device) -> Literal["gpu", "cpu", "accelerator"]:
-    if device.type & cl.device_type.GPU:
-        return "gpu"
-    return "cpu" if device.type & cl.device_type.CPU else "accelerator"
-
-
-def best_memory_kind(device: cl.Device) -> MemoryKind:
-    """The kind of memory that saves the most copies on `device`."""
-    with suppress(cl.Error):  # OpenCL 1.x does not have the query
-        if device.svm_capabilities & cl.device_svm_capabilities.FINE_GRAIN_BUFFER:
-            return "svm"
-    return "mapped" if device.host_unified_memory else "device"
+    native: cl.Kernel
+    grid: Grid
+    group: Grid
+    inline: InlineLaunch | None  # what runs it in the calling thread
 
 
 def _prefer_huge_pages(array: Bytes) -> None:
@@ -460,13 +430,6 @@ def _prefer_huge_pages(array: Bytes) -> None:
         nbytes = array.ctypes.data + array.nbytes - start
         advise = ctypes.CDLL(None).madvise
         advise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), mmap.MADV_HUGEPAGE)  # may be refused
-
-
-def _set_types(native: cl.Kernel, signature: Sequence[str], dtypes: Sequence[np.dtype[Any]]) -> None:
-    check_parameter_count(native.function_name, native.num_args, signature)
-    native.set_scalar_arg_dtypes(
-        [None if kind.endswith("*") else dtype for kind, dtype in zip(signature, dtypes, strict=True)]
-    )
 
 
 def _checked(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -18,9 +18,10 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -43,6 +44,11 @@ _VARIABLE = "POCL_CACHE_DIR"
 # 0: a kernel is compiled once for workgroups of any size, and the binary contains that code. By default PoCL
 # compiles it for each size separately, and once more for the binary. It reads the variable at every launch.
 _SPECIALIZATION = "POCL_WORK_GROUP_SPECIALIZATION"
+# By default PoCL has the device with threads only. `basic` runs kernels in the calling thread: see `inline`.
+_DEVICES = "POCL_DEVICES"
+_BOTH_DEVICES = "pthread basic"
+_PACKAGE, _PACKAGE_VERSION = "pocl-binary-distribution", "3.0"  # whose devices have these names
+_WITH_THREADS, _INLINE = "pthread-", "basic-"  # with which their own names begin
 _NEEDED_BYTES = 32 << 20  # free on the disk: PoCL aborts the process when it cannot write
 _FIRST_SAVE_SECONDS = 1.0  # after a program was built; doubled each time
 _MAX_BYTES = 256 << 20  # of programs on disk
@@ -96,6 +102,7 @@ class PoclCache:
         self._listed: dict[str, tuple[int | None, tuple[str, ...]]] = {}  # by outer folders, with their times
         # Folders in which PoCL writes code now: it would crash if it were asked for the binary meanwhile.
         self._generating: set[str] = set()
+        self._building = False
         self._wait = 0.0
         self._due = math.inf  # when to try next to save programs whose kernels had not all run
         os.environ.setdefault(_SPECIALIZATION, "0")
@@ -115,12 +122,14 @@ class PoclCache:
         key = _key(description)
         with self._lock:
             before = set(self._folders())
+            self._building = True
             self._due = math.inf  # so that threads that launch kernels do not wait for the compiler
             try:
                 binary = self._binaries.get(key)
                 loaded = None if binary is None else load(binary)
                 program = compile() if loaded is None else loaded
             finally:
+                self._building = False
                 self._wait = _FIRST_SAVE_SECONDS
                 self._due = perf_counter() + self._wait
             new = [folder for folder in self._folders() if folder not in before]
@@ -128,6 +137,11 @@ class PoclCache:
                 self._programs[new[0]] = _Program(key, kernels, weakref.ref(program), loaded is not None)
             self._forget()
         return program
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether PoCL compiles now: all launches wait for it, on its threads or in the calling thread."""
+        return self._building or bool(self._generating)
 
     def has(self, description: str) -> bool:
         """Whether the binary of a program is on disk."""
@@ -235,6 +249,32 @@ def own_folder() -> AbstractContextManager[None]:
     """Let PoCL, which is loaded and reads its settings inside the block, use the folder of this process."""
     own = cache()  # child processes have folders of their own
     return nullcontext() if own is None else environment(_VARIABLE, str(own.folder))
+
+
+def both_devices() -> AbstractContextManager[None]:
+    """Let PoCL, which is loaded inside the block, have its device without threads, too.
+
+    Not where the user has chosen devices, or where PoCL is not the package that is known to have both.
+    """
+    try:
+        known = version(_PACKAGE) == _PACKAGE_VERSION
+    except PackageNotFoundError:
+        known = False
+    return environment(_DEVICES, _BOTH_DEVICES) if known and _DEVICES not in os.environ else nullcontext()
+
+
+def without_inline(devices: Sequence[cl.Device]) -> list[cl.Device]:
+    """The devices of a platform without those that only help another one: see `inline_device`."""
+    helpers = [inline_device(device) for device in devices]
+    return [device for device in devices if device not in helpers]
+
+
+def inline_device(device: cl.Device) -> cl.Device | None:
+    """The device that runs kernels on the same CPU as `device`, but in the calling thread."""
+    if device.platform.name != PLATFORM or not device.name.startswith(_WITH_THREADS):
+        return None
+    others = (other for other in device.platform.get_devices() if other.name.startswith(_INLINE))
+    return next(others, None)
 
 
 def _generate_code(program: cl.Program) -> None:
