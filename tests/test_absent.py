@@ -36,6 +36,23 @@ operations.float32 = 10e12
 operations.bfloat16 = 40e12
 """
 
+H200 = """
+[device]
+kind = "gpu"
+language = "cuda"
+memory = "141GiB"
+compute_units = 132
+tf32 = true
+
+[rates]
+bandwidth = 4e12
+launch = 1.5e-6
+link = 55e9
+attention = 0.5
+operations.float32 = 300e12
+operations.bfloat16 = 650e12
+"""
+
 
 @pytest.fixture
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,6 +118,30 @@ def test_half_the_rates_take_twice_the_time(tmp_path: Path) -> None:
         assert plan.step_seconds is not None
         times.append(plan.step_seconds[0])
     assert times[1] == pytest.approx(2 * times[0])
+
+
+@pytest.mark.usefixtures("default")
+def test_choices_suit_the_rates_of_a_gpu(tmp_path: Path) -> None:
+    """Which values are computed again or moved goes by usual rates, which are about those of an H200."""
+    card = tmp_path / "card.toml"
+    card.write_text(H200)
+    ps.use(str(card))
+    layers = [part for _ in range(8) for part in (nn.Linear(2048, 2048), nn.GELU())]
+    model = nn.Sequential(*layers).to(ps.bfloat16)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+
+    @ps.jit
+    def step(rows: ps.Tensor) -> ps.Tensor:
+        loss = ps.mean(model(rows).astype(ps.float32) ** 2)
+        optimizer.backward(loss)
+        optimizer.step()
+        return loss
+
+    plan = ps.memory.plan(step, ps.zeros((16384, 2048), dtype=ps.bfloat16))
+    times = plan.step_seconds
+    assert times is not None
+    within = [at for at, row in enumerate(plan.budgets) if row.budget_bytes <= 0.55 * plan.unlimited_bytes]
+    assert times[within[0]] < 1.3 * times[0]
 
 
 @pytest.mark.usefixtures("default")

@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from conftest import examples
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_budget import planned, smallest, trained
-from test_schedule import TARGETS
+from test_random_graphs import grown
+from test_schedule import TARGETS, plain
 
-from penstock.compiler.target import Budget
+from penstock.compiler.pipeline import budget_levels, prepare
+from penstock.compiler.target import Budget, Target
 from penstock.drivers.driver import Cost
 from penstock.drivers.rates import BESIDE, Crossing, StepRates
 from penstock.errors import OutOfDeviceMemory
@@ -140,3 +143,31 @@ def test_a_smaller_budget_never_takes_more_memory(target: str, link: float | Non
     assert all(size <= limit for size, limit in zip(sizes, limits, strict=True))
     with pytest.raises(OutOfDeviceMemory):
         within(Budget(least - 1))
+
+
+@given(
+    seed=st.integers(0, 1 << 20),
+    target=st.sampled_from(sorted(TARGETS)),
+    link=st.sampled_from([None, 1.0, 16.0, 64.0]),
+)
+@settings(max_examples=examples(20, quick=4))
+def test_nor_does_it_for_any_graph(seed: int, target: str, link: float | None) -> None:
+    """And the table of all budgets has less memory for more work in each row."""
+    _, wanted = grown(seed, 60, 0, plain)
+    within, structure = planned(wanted, TARGETS[target], link)
+    least, most = smallest(within), within(None).taken_bytes
+    limits = [least + (most - least) * share // 5 for share in range(6)]
+    sizes = [within(Budget(limit)).taken_bytes for limit in limits]
+    assert sizes == sorted(sizes)
+    assert all(size <= limit for size, limit in zip(sizes, limits, strict=True))
+    with pytest.raises(OutOfDeviceMemory) as refused:
+        within(Budget(least - 1))
+    assert refused.value.smallest == least
+    nodes, inputs = prepare(wanted, structure.inputs)
+    first, less = budget_levels(nodes, inputs, structure.numbers, Target.of(TARGETS[target], None, link))
+    levels = [first, *less()]
+    assert [level.taken_bytes for level in levels] == sorted(
+        {level.taken_bytes for level in levels}, reverse=True
+    )
+    assert levels[-1].taken_bytes == least
+    assert [level.extra_work for level in levels] == sorted(level.extra_work for level in levels)

@@ -29,7 +29,7 @@ from penstock.kernels.horizontal_fusion import MOST_CALLS, kind
 from penstock.kernels.lower import fusible
 from penstock.plan.order import Work, ordered
 from penstock.plan.overlap import in_time, overlapped
-from penstock.plan.turns import in_turns
+from penstock.plan.turns import Memory, in_turns
 
 
 def order_channels(state: Compilation, target: Target) -> Compilation:
@@ -159,6 +159,8 @@ def turns_of(
     state: Compilation, target: Target, works: Works, sequence: Sequence[int], spare: bool = True
 ) -> list[list[int]]:
     """The groups of a sequence in turns; `spare`: the peak may grow a little if that saves launches."""
+    lowered = [*state.lowered, *(None for _ in state.moves)]
+    memory = [Memory(each.may_alias, sum(each.scratch)) if each else Memory() for each in lowered]
     kinds = [
         kind(state.groups[number], state.lowered[number], target.capabilities)
         if target.gpu and target.fuses and number < len(state.groups)
@@ -166,5 +168,6 @@ def turns_of(
         for number in sequence
     ]
     steps = [works.steps[number] for number in sequence]
-    turns = in_turns(steps, kinds, works.nbytes, works.kept, MOST_CALLS, spare)
+    needed = None if spare else [memory[number] for number in sequence]
+    turns = in_turns(steps, kinds, works.nbytes, works.kept, MOST_CALLS, needed)
     return [[sequence[at] for at in turn] for turn in turns]

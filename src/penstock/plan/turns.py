@@ -8,6 +8,7 @@ and norms are computed at different times, so only the position of the last can 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,20 +24,27 @@ _LITTLE = 4 << 20  # bytes, by which the peak may always grow
 _HOT = 8 << 20
 
 
+class Memory(NamedTuple):
+    """What else is known of the memory of a step."""
+
+    over: tuple[tuple[int, ...], ...] = ()  # for each result: indices in `reads` of what it may overwrite
+    scratch: int = 0  # bytes
+
+
 def in_turns(
     steps: Sequence[Work],
     kinds: Sequence[Hashable | None],
     nbytes: Sequence[int],
     kept: frozenset[int],
     most: int,
-    spare: bool = True,
+    memory: Sequence[Memory] | None = None,
 ) -> list[list[int]]:
     """The steps in order, in turns of at most `most` steps.
 
     Steps of a turn have the same kind; a step of kind None is alone. Values in `kept` are never freed.
-    Without `spare`, the peak of live bytes must not exceed that of the given order.
+    With `memory`, the peak of live bytes must not exceed that of the given order.
     """
-    turns = _Turns(steps, nbytes, kept, spare)
+    turns = _Turns(steps, nbytes, kept, memory)
     for number in range(len(steps) - 1, -1, -1):
         turns.assign(number, kinds[number], most)
     return turns.result()
@@ -46,7 +54,11 @@ class _Turns:
     """Assigns steps to turns, from the last to the first: each to a later turn, or to a new turn."""
 
     def __init__(
-        self, steps: Sequence[Work], nbytes: Sequence[int], kept: frozenset[int], spare: bool
+        self,
+        steps: Sequence[Work],
+        nbytes: Sequence[int],
+        kept: frozenset[int],
+        memory: Sequence[Memory] | None,
     ) -> None:
         self._steps = steps
         self._nbytes = nbytes
@@ -64,8 +76,15 @@ class _Turns:
                 self._replacer[value] = number
         self._last = {value: readers[-1] for value, readers in self._readers.items()}
         self._live = self._profile()
+        self._scratch = [each.scratch for each in memory] if memory else [0] * len(steps)
+        # Values whose memory a result takes over at their last use, with the bytes of the result.
+        self._taken_over: dict[int, int] = {}
+        if memory:
+            self._live += self._scratch
+            for number, each in enumerate(memory):
+                self._take_over(number, each.over)
         peak = int(self._live.max(initial=0))
-        self._limit = peak + (max(int(peak * _MORE), _LITTLE) if spare else 0)
+        self._limit = peak if memory else peak + max(int(peak * _MORE), _LITTLE)
 
     def _profile(self) -> npt.NDArray[np.int64]:
         """The bytes that are live at each step."""
@@ -76,6 +95,17 @@ class _Turns:
                     change[number] += self._nbytes[value]
                     change[self._last.get(value, number) + 1] -= self._nbytes[value]
         return change[:-1].cumsum()
+
+    def _take_over(self, number: int, over: Sequence[Sequence[int]]) -> None:
+        """Note which results of a step overwrite what dies there, and need no memory of their own."""
+        step = self._steps[number]
+        for result, positions in zip(step.writes, over, strict=False):
+            dying = (step.reads[at] for at in positions if self._last[step.reads[at]] == number)
+            free = (value for value in dying if value not in self._kept and value not in self._taken_over)
+            given = next((value for value in free if self._nbytes[value] >= self._nbytes[result]), None)
+            if result not in self._kept and given is not None:
+                self._taken_over[given] = self._nbytes[result]
+                self._live[number] -= self._nbytes[result]
 
     def assign(self, number: int, kind: Hashable | None, most: int) -> None:
         """Add a step to the latest turn that it can join, or start a turn."""
@@ -119,17 +149,23 @@ class _Turns:
         outputs = [value for value in step.writes if value not in self._kept]
         inputs = [value for value in set(step.reads) if value not in self._kept]
         waiting = self._live[number : positions[0] + 1].copy()  # live bytes while it has not run yet
+        waiting[0] -= self._scratch[number]
         for value in outputs:
             waiting[: self._last.get(value, number) + 1 - number] -= self._nbytes[value]
         for value in inputs:
-            waiting[self._last[value] + 1 - number :] += self._nbytes[value]
-        born = sum(self._nbytes[value] for value in outputs)
+            last = self._last[value] - number
+            waiting[last + 1 :] += self._nbytes[value]
+            waiting[last : last + 1] += self._taken_over.get(value, 0)  # somebody else reads it there now
+        born = sum(self._nbytes[value] for value in outputs) + self._scratch[number]
         most = np.maximum.accumulate(waiting)
         for position in positions:
             run = position - number
             if max(most[run - 1], waiting[run] + born) <= self._limit:
                 self._live[number:position] = waiting[:run]
                 self._live[position] = waiting[run] + born
+                for value in inputs:
+                    if self._last[value] <= position:
+                        self._taken_over.pop(value, None)
                 self._last.update({value: max(self._last[value], position) for value in inputs})
                 self._at[number] = position
                 return True
