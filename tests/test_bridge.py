@@ -28,8 +28,9 @@ from penstock.compiler.target import Target
 from penstock.config import Settings
 from penstock.errors import CompileError
 from penstock.execution import ahead, host_program
-from penstock.execution.executable import Executable, kernel_sources
+from penstock.execution.executable import Executable
 from penstock.execution.realize import executables
+from penstock.execution.sources import kernel_sources
 from penstock.execution.structure import Structure
 from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.node import Kind, Node, leaf, topological
@@ -64,7 +65,7 @@ def on_disk(device: Device, monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def compiled_ahead(device: Device, on_disk: set[str], tensor: ps.Tensor) -> None:
     """Compile the kernels of the single operations of an expression, but not its fused kernels."""
     kernels = KernelCache(device)
-    target = Target(device.name, device.capabilities, kernels.shared_lowering, fuses=False)
+    target = Target(device.name, device.capabilities, kernels.lowering, apart=kernels.shared_lowering)
     structure = Structure([tensor._node], device.capabilities)
     schedule = compile_graph(*prepare(structure.wanted, structure.inputs), structure.numbers, target)
     for step in schedule.groups:
@@ -127,7 +128,7 @@ def test_products_that_exist_before_have_the_bits_of_the_best(
 @pytest.mark.slow
 def test_few_kernels_serve_products_of_all_sizes(device: Device) -> None:
     kernels = KernelCache(device)
-    target = Target(device.name, device.capabilities, kernels.shared_lowering, fuses=False)
+    target = Target(device.name, device.capabilities, kernels.lowering, apart=kernels.shared_lowering)
 
     def name(node: Node) -> str:
         inputs = [leaf for leaf in topological([node]) if leaf.value is not None]

@@ -435,12 +435,12 @@ def test_a_copy_is_a_node_that_knows_which_end_is_the_hosts(
         answer = (0, "node") if name.endswith("Node") else (0,)
         monkeypatch.setattr(cuda_launches.cu, name, lambda *args, answer=answer: given.append(args) or answer)
     copy = cuda_launches.GraphCopy(1 << 40, 2 << 40, 4096, to_device, "context")
-    assert copy.add_to("graph", "queue") == "node"
+    assert copy.add_to("graph", "queue") == ["node"]
     copy.changes = changes = []
     copy.change(0, 3 << 40)
     copy.change(1, 4 << 40)
     assert changes == [copy, copy]
-    copy.update("executable", "node", "queue")
+    copy.update("executable", ["node"], "queue")
     (graph, after, count, first, context), (executable, node, second, again) = given
     assert (graph, after, count, context) == ("graph", None, 0, "context")
     assert (executable, node, again) == ("executable", "node", "context")

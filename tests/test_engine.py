@@ -284,7 +284,6 @@ def test_only_the_pages_of_a_sequence_are_read(
         steps = str(programs[bucket]).splitlines()
         attends = ["[paged_attention]" in step or "paged_step" in step for step in steps]  # the last on a GPU
         assert sum(attends) == len(compiled.cache_shapes)
-        assert not any("matmul" in step and "gather" in step for step in steps)
 
 
 # Interface

@@ -864,5 +864,5 @@ def test_kernels_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         x = ps.asarray(np.ones(length, np.float32), device=device)
         assert (ps.exp(x * 0) * 2 - x + length).numpy().tolist() == [length + 1.0] * length
         assert all(len(table) <= 2 for table in tables)
-    assert all(tables)
+    assert sum(map(bool, tables)) >= 2
     device.close()

@@ -246,6 +246,11 @@ def test_generation_config_is_the_default(model: LanguageModel) -> None:
     ("prompts", "options", "message"),
     [
         ([50], {}, r"token ids from 0 to 39, and \[50\] was given"),
+        ([[1], [2, -1]], {}, r"token ids from 0 to 39, and \[2, -1\] was given"),
+        ([[1, 1 << 40]], {}, r"token ids from 0 to 39, and \[1, 1099511627776\] was given"),
+        (np.array([[1.5, 2.0]]), {}, r"token ids from 0 to 39, and \[1.5, 2.0\] was given"),
+        ([1, "text"], {}, r"token ids from 0 to 39, and \[1, 'text'\] was given"),
+        ([[]], {}, r"token ids from 0 to 39, and \[\] was given"),
         ("text", {}, "the model has no tokenizer"),
         ([1], {"stop": "x"}, "stop strings need a tokenizer"),
         ([1], {"min_p": 2.0}, r"min_p is in \[0, 1\], and 2.0"),
@@ -275,6 +280,22 @@ def test_there_is_a_program_for_each_bucket_and_not_for_each_length() -> None:
         captured.append(sorted(bucket.length for bucket, _ in decoder.programs))
     assert captured == [[0, 16]] * 9
     assert all(len(program._captured) == 1 for _, program in decoder.programs)
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma2", "gpt2"])
+def test_of_the_last_layer_only_the_last_positions_of_prompts_are_computed(case: str) -> None:
+    config = cases.CONFIGS[case]
+    model = ps.models.build(config, device="opencl:0")
+    prompts = [[1] * 9, [2] * 5]
+    model.generate(prompts, 2, temperature=0)
+    (schedule,) = (
+        program.schedules()[0] for bucket, program in model._decoders._idle.programs if bucket.length
+    )
+    hidden = config.get("intermediate_size", 4 * config.get("n_embd", 0))
+    nodes = [node for step in schedule.groups for node in step.group.nodes]
+    rows = [node.size // hidden for node in nodes if node.primitive.name == "matmul" and hidden in node.shape]
+    layers = len(model.blocks)
+    assert sorted(rows) == [2] * (len(rows) // layers) + [2 * 16] * (len(rows) - len(rows) // layers)
 
 
 @pytest.mark.parametrize("device", ["host", "opencl:0"])

@@ -340,6 +340,14 @@ def test_nvrtc_takes_a_step(tensor_cores: bool) -> None:
     lowering = write(group, capabilities, "x")
     assert lowering is not None
     assert len(lowering.launches) == 1
-    text = whole_text([launch.source for launch in lowering.launches], "cuda")
+    (source,) = (launch.source for launch in lowering.launches)
+    text = whole_text([source], "cuda")
     assert "COMES_LAST" in text
     assert compile_text(text, "sm_90").startswith(b"\x7fELF")
+    if tensor_cores:  # pages are read while earlier launches compute queries, keys and values
+        early, waits, _ = source.text.partition("WAIT_FOR_EARLIER;")
+        assert waits
+        assert "in3 + " in early
+        assert all(f"in{operand} + " not in early and f"in{operand}[" not in early for operand in range(3))
+        outputs = source.text.count("*out")
+        assert [at - outputs for at in source.ahead] == [3, 4, 5, 6]

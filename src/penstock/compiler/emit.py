@@ -12,9 +12,9 @@ from penstock.compiler.schedule import BufferSpec, Copy, Location, Schedule, Ste
 from penstock.compiler.target import Target
 from penstock.fusion.groups import Group
 from penstock.fusion.views import base
-from penstock.graph.node import Node
+from penstock.graph.node import Kind, Node
 from penstock.graph.reference import constant_key
-from penstock.kernels.concatenation import Call
+from penstock.kernels.concatenation import Call, Partials
 from penstock.kernels.costing import costs
 from penstock.kernels.hazards import Range, Touched
 from penstock.kernels.library.cublaslt import LibraryLaunch
@@ -106,6 +106,8 @@ class _Steps:
                     touched=Touched(reads, writes + restored, self._ahead(group, launch)),
                     scratch=tuple(self._span(value) for value in scratch),
                     cost=cost,
+                    reduces=_reduces(group),
+                    reads_own=_partials(group),
                 )
                 for launch, cost in zip(written.launches, costs(group, written), strict=True)
             )
@@ -151,6 +153,27 @@ class _Steps:
         """The bytes of a temporary."""
         start = self._plan.offsets[value]
         return self._arena(value), start, start + self._layout.lifetimes[value].nbytes
+
+
+def _reduces(group: Group) -> bool:
+    """Whether it may be two reductions, or one of two."""
+    loops = group.kind.has_loops and not group.kind.is_map
+    return loops or group.nodes[0].primitive.kind is Kind.ARG_REDUCTION
+
+
+def _partials(group: Group) -> Partials | None:
+    """The partial results that a group reduces, if it reads nothing else that is larger than its results."""
+    reductions = [node for node in group.nodes if node.primitive.kind is Kind.REDUCTION]
+    results = max((node.size for node in reductions), default=0)
+    large = {node for node in group.inputs if base(node).size > results}
+    users = [node for node in group.nodes if not large.isdisjoint(node.inputs)]
+    known = {(node.inputs[0].shape, node.attributes.get("axes"), node.size) for node in users}
+    if not {*users} <= {*reductions} or len(known) != 1 or any(base(node) is not node for node in large):
+        return None
+    ((shape, axes, size),) = known
+    if size != results or axes not in ((0,), (len(shape) - 1,)):
+        return None
+    return Partials(results, shape[axes[0]], axes == (0,))
 
 
 def _kind(written: Lowering | None) -> Literal["kernel", "library", "host"]:

@@ -9,6 +9,7 @@ first run.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -19,6 +20,7 @@ from penstock.kernels.concatenation import Call, concatenated
 from penstock.kernels.costing import merged
 from penstock.kernels.hazards import Range, Touched, orderings
 from penstock.kernels.horizontal_fusion import fuse_horizontally, joins, kind
+from penstock.kernels.last_workgroup import with_last_workgroups
 from penstock.kernels.sizes import Sizes
 
 # For each buffer of a horizontally fused launch: the index of its allocation, and its offset there in
@@ -166,9 +168,18 @@ def arranged(
         items: list[Call | Copy] = []
         for item in part:
             items += _fused(item, within, capabilities, sizes) if isinstance(item, list) else [item]
-        gpu = capabilities.vector_width == 1
-        result.append(items if gpu else _concatenated(items, schedule, capabilities))
+        result.append(_merged(items, schedule, capabilities))
     return result
+
+
+def _merged(
+    items: Sequence[Call | Copy], schedule: Schedule, capabilities: Capabilities
+) -> list[Call | Copy]:
+    """The calls with neighbours merged, on a GPU those that reduce what the one before has reduced."""
+    if capabilities.vector_width > 1:
+        return _concatenated(items, schedule, capabilities)
+    aliases = partial(_aliases, schedule, schedule.output_writes)
+    return with_last_workgroups(items, aliases, capabilities)
 
 
 def _concatenated(

@@ -20,8 +20,8 @@ from penstock.fusion.views import base
 from penstock.graph.channels_last import channels_last
 from penstock.graph.linear import few_rows
 from penstock.graph.node import Node
+from penstock.graph.pairs import in_pairs
 from penstock.graph.quantization import computes_row
-from penstock.graph.separate import separate
 from penstock.graph.sums import join_sums
 from penstock.graph.unstack import unstack
 from penstock.graph.vectors import vectors_as_sums
@@ -42,14 +42,15 @@ def order_channels(state: Compilation, target: Target) -> Compilation:
 def rewrite_products(state: Compilation, target: Target) -> Compilation:
     """On a CPU, unstack products, join the terms of sums, and lay out what many products read.
 
-    On a GPU, turn products with vectors into sums. A CPU runs separate small products in a single launch, so
-    stacking their matrices would only cost copies.
+    On a GPU, turn products with vectors into sums, and small ones of the same rows into pairs. A CPU runs
+    separate small products in a single launch, so stacking their matrices would only cost copies.
     """
     can = target.capabilities
     if not can.compiles:
         return state
     if target.gpu:
-        return replace(state, wanted=few_rows(vectors_as_sums(state.wanted), can))
+        wanted = in_pairs(few_rows(vectors_as_sums(state.wanted), can), can)
+        return replace(state, wanted=wanted)
     wanted = join_sums(unstack(state.wanted))
     # Kernels of single operations are few, and read matrices as they are.
     return replace(state, wanted=lay_out_panels(wanted, can) if target.fuses else wanted)
@@ -60,15 +61,16 @@ def split_long(state: Compilation, target: Target) -> Compilation:
     return replace(state, wanted=split(state.wanted, target.capabilities))
 
 
-def keep_apart(state: Compilation, target: Target) -> Compilation:
-    """Prevent fusion where the target asks for it: each operation gets its own kernel."""
-    return state if target.fuses else replace(state, wanted=separate(state.wanted))
-
-
 def fuse(state: Compilation, target: Target) -> Compilation:
     """Partition the nodes into groups, one for each fused kernel."""
-    columns = column_units(target.capabilities)
+    columns = column_units(target.capabilities) if target.fuses else 0
     return replace(state, groups=fused(state.wanted, target.capabilities, columns))
+
+
+def fused_groups(state: Compilation, target: Target) -> Sequence[Group]:
+    """The groups that nodes would have if operations shared kernels."""
+    fusing = replace(target, apart=None)
+    return limit_buffers(fuse(state, fusing), fusing).groups
 
 
 def fused(wanted: Sequence[Node], capabilities: Capabilities, column_units: int = 0) -> list[Group]:
@@ -93,7 +95,8 @@ def limit_buffers(state: Compilation, target: Target) -> Compilation:
 
 def lower(state: Compilation, target: Target) -> Compilation:
     """Lower each group to kernels."""
-    return replace(state, lowered=[target.lower(group) for group in state.groups])
+    lower = target.apart or target.lower
+    return replace(state, lowered=[lower(group) for group in state.groups])
 
 
 def order(state: Compilation, target: Target) -> Compilation:
@@ -158,7 +161,7 @@ def turns_of(
     """The groups of a sequence in turns; `spare`: the peak may grow a little if that saves launches."""
     kinds = [
         kind(state.groups[number], state.lowered[number], target.capabilities)
-        if target.gpu and number < len(state.groups)
+        if target.gpu and target.fuses and number < len(state.groups)
         else None
         for number in sequence
     ]

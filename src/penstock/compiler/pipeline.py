@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
+from penstock.compiler.apart import check_orders, keep_apart
 from penstock.compiler.budget import Level, fit, frontier, level
 from penstock.compiler.compilation import Compilation
 from penstock.compiler.emit import emit
@@ -14,7 +15,6 @@ from penstock.compiler.launches import timeline
 from penstock.compiler.layout import lay_out, plan
 from penstock.compiler.passes import (
     fuse,
-    keep_apart,
     limit_buffers,
     lower,
     order,
@@ -45,6 +45,7 @@ TARGET_PASSES: tuple[Pass, ...] = (
     fuse,
     limit_buffers,
     lower,  # before `order`, which runs kernels of one kind together, and `plan`, which needs their scratch
+    check_orders,
     order,
     lay_out,
     plan,

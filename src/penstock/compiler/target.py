@@ -33,7 +33,9 @@ class Target:
     capabilities: Capabilities
     lower: Callable[[Group], Lowering | None]  # the kernels of a group; None where NumPy has to compute it
     budget: Budget | None = None  # None: as much as a run needs
-    fuses: bool = True  # False: each operation has a kernel of its own, which many programs share
+    # If given, each operation has a kernel of its own, which many programs share. `lower` gives those of the
+    # program whose sums are added up in the same order.
+    apart: Callable[[Group], Lowering | None] | None = None
     # How many bytes kernels could move while one byte crosses to the host or back; asked for where a plan is
     # too large. None: the device's memory is the host's, or copies do not run beside its kernels.
     link_cost: Callable[[], float | None] = lambda: None
@@ -53,6 +55,11 @@ class Target:
     def rates(self) -> StepRates:
         """Rates by which choices are made: not those of the device, of which only the link is measured."""
         return StepRates.usual(self.gpu, self.capabilities.tf32)
+
+    @property
+    def fuses(self) -> bool:
+        """Whether operations share kernels."""
+        return self.apart is None
 
     @property
     def gpu(self) -> bool:

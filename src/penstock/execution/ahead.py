@@ -20,7 +20,8 @@ from time import perf_counter, sleep
 from penstock.compiler.pipeline import compile_graph
 from penstock.compiler.target import Target
 from penstock.errors import PenstockError
-from penstock.execution.executable import kernel_sources
+from penstock.execution.ahead_gpu import LIST, gpu_operations
+from penstock.execution.sources import kernel_sources
 from penstock.graph import elementwise as ops
 from penstock.graph import random
 from penstock.graph.contraction import gather, matmul
@@ -140,6 +141,15 @@ def _apply(name: str, *inputs: Node) -> Node:
     return Node(PRIMITIVES[name], inputs, {})
 
 
+def _cpu_sums() -> Iterator[Sequence[Node]]:
+    """Reductions and products."""
+    for pair in _ROWS:
+        yield from zip(*map(reductions, _ROW_COUNTS, pair), strict=True)
+    yield [sum_(placeholder(shape, float32), (0,)) for shape in product(*_COLUMNS)]
+    yield [node for sizes in product(*_PRODUCTS) for node in products(*sizes)]
+    yield [node for sizes in product(*_SQUARES) for node in squares(*sizes)]
+
+
 class Ahead:
     """Compiles kernels of a device in a thread, a few at a time; those of expressions come first."""
 
@@ -148,6 +158,7 @@ class Ahead:
         self._device, self._kernels, self._last_built = device, kernels, last_built
         self._wanted: deque[tuple[Future[None], Sequence[KernelSource]]] = deque()  # of expressions
         self._missing: deque[KernelSource] = deque(maxlen=_MOST_WAITING)  # of single operations
+        self._gpu = device.capabilities.vector_width == 1
         self._work: Iterator[None] | None = None if self._is_done() else self._listed()
         self._thread = ThreadPoolExecutor(1, f"penstock {device.name}, ahead")
         self._lock = threading.Lock()
@@ -174,9 +185,9 @@ class Ahead:
         with self._lock:
             if self._awake or not (self._wanted or self._missing or self._work):
                 return
+            self._awake = True  # before: the step may end at once
             with suppress(RuntimeError):  # the interpreter ends
                 self._thread.submit(self._step)
-                self._awake = True
 
     def _step(self) -> None:
         """Compile a few kernels. A step is short, because the interpreter waits for it at exit."""
@@ -210,12 +221,10 @@ class Ahead:
             self._work = None
 
     def _listed(self) -> Iterator[None]:
+        shapes = _SHAPES[:1] if self._gpu else _SHAPES
         alike = chain(
-            *(zip(operations(*first), operations(*second), strict=True) for first, second in _SHAPES),
-            *(zip(*map(reductions, _ROW_COUNTS, pair), strict=True) for pair in _ROWS),
-            [[sum_(placeholder(shape, float32), (0,)) for shape in product(*_COLUMNS)]],
-            [[node for sizes in product(*_PRODUCTS) for node in products(*sizes)]],
-            [[node for sizes in product(*_SQUARES) for node in squares(*sizes)]],
+            *(zip(operations(*first), operations(*second), strict=True) for first, second in shapes),
+            *([gpu_operations()] if self._gpu else [_cpu_sums()]),
         )
         for nodes in alike:
             for node in nodes:  # first, so that kernels take all sizes that differ
@@ -236,8 +245,9 @@ class Ahead:
         nodes = topological([node])
         inputs = [leaf for leaf in nodes if leaf.value is not None]
         names = [constant_key(part, name) for part in nodes for name in part.primitive.constants]
+        kernels = self._kernels
         target = Target(
-            self._device.name, self._device.capabilities, self._kernels.shared_lowering, fuses=False
+            self._device.name, self._device.capabilities, kernels.lowering, apart=kernels.shared_lowering
         )
         schedule = compile_graph([node], inputs, {name: at for at, name in enumerate(names)}, target)
         return kernel_sources(schedule, self._device, self._kernels)
@@ -245,4 +255,5 @@ class Ahead:
 
 def _edition(device: Device) -> str:
     can = device.capabilities
-    return digest(f"{version('penstock')} {can.api} {can.description} {_LIST}")
+    listed = LIST if can.vector_width == 1 else _LIST
+    return digest(f"{version('penstock')} {can.api} {can.description} {listed}")

@@ -8,10 +8,12 @@ the host sees the memory of all inputs, and it is small or new. Small expression
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 from penstock.collectives.world import patient
 from penstock.compiler.pipeline import budget_levels, compile_graph, prepare
@@ -19,16 +21,18 @@ from penstock.compiler.schedule import Schedule
 from penstock.compiler.target import Budget, Target
 from penstock.errors import OutOfDeviceMemory
 from penstock.execution.ahead import Ahead
-from penstock.execution.executable import Executable, kernel_sources
+from penstock.execution.executable import Executable
 from penstock.execution.host_program import HostProgram, InPlace
 from penstock.execution.hosting import Residents, State
 from penstock.execution.launched import RunProgram
 from penstock.execution.memory_plan import MemoryPlan
 from penstock.execution.sharing import source
+from penstock.execution.sources import kernel_sources
 from penstock.execution.structure import MIN_ITEMS, Structure
 from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.node import Node
 from penstock.graph.reference import Constant
+from penstock.graph.separate import NotSeparable
 from penstock.kernels.cache import KernelCache
 from penstock.kernels.source import KernelSource
 from penstock.lru import LRU
@@ -89,10 +93,11 @@ class ExecutableCache:
     def _bridges_gaps(self) -> bool:
         """Whether kernels of single operations give the bits of fused ones, and are kept on disk.
 
-        The compilers of GPUs round a product and a sum after it once, and row kernels there keep column sums.
+        Not on GPUs whose compiler cannot be told to round a product before it is added to something.
         """
         can = self._device.capabilities
-        return can.compiles and not can.contracts and self._device.driver.keeps_compiled
+        rounds = can.compiles and (not can.contracts or can.language == "cuda")
+        return rounds and self._device.driver.keeps_compiled
 
     def seen(self, structure: Structure) -> bool:
         """Whether the same was computed before, as far as it is remembered."""
@@ -173,8 +178,9 @@ class ExecutableCache:
             self._bridges.pop(key)
             self._schedules[key] = bridge.schedule
             bridge.end()  # what could not be compiled is told by the program below
+        anywhere = not repeated and self._serves_anywhere(structure)
         with patient():
-            program = Executable(self.schedule(structure, state), self._device, self.kernels)
+            program = Executable(self.schedule(structure, state), self._device, self.kernels, anywhere)
         self._schedules.pop(key, None)
         self._programs[key] = program
         self._note_built(start)
@@ -203,7 +209,7 @@ class ExecutableCache:
         if on_host is None and not self._may_be_apart(structure):
             return None
         schedule = self.schedule(structure, state)
-        missing = self.kernels.missing(kernel_sources(schedule, self._device, self.kernels))
+        missing = self._missing(schedule, self._serves_anywhere(structure))
         if not missing:
             return None
         program = on_host or self._single_operations(structure, schedule)
@@ -215,17 +221,33 @@ class ExecutableCache:
         bridge = self._bridges[structure.key] = _Bridge(program, schedule, missing)
         return bridge
 
+    def _missing(self, schedule: Schedule, anywhere: bool = False) -> list[KernelSource]:
+        """The kernels of a schedule that need a compiler."""
+        return self.kernels.missing(kernel_sources(schedule, self._device, self.kernels, anywhere))
+
+    def _serves_anywhere(self, structure: Structure) -> bool:
+        """Whether the kernels of an expression serve any arrangement of its buffers.
+
+        So they are known, and compiled, before it is first run.
+        """
+        return self._ahead is not None and self._may_be_apart(structure)
+
     def _may_be_apart(self, structure: Structure) -> bool:
         """Whether single operations give the bits of a structure, and are not too many."""
         operations = structure.operations
-        rounded = any(node.dtype in HALF_PRECISION for node in operations)
+        rounded = any(node.dtype in HALF_PRECISION for node in (*operations, *structure.inputs))
         return not rounded and len(operations) <= _MAX_OPERATIONS
 
     def _single_operations(self, structure: Structure, fused: Schedule) -> Executable | None:
         """The program of single operations; None where they are not compiled, or need too much memory."""
         assert self._ahead is not None
-        separate = self._separate(structure)
-        if absent := self.kernels.missing(kernel_sources(separate, self._device, self.kernels)):
+        try:
+            separate = self._separate(structure)
+        except NotSeparable:
+            return None
+        if _library_products(separate) != _library_products(fused):
+            return None  # another problem may have another algorithm
+        if absent := self._missing(separate):
             self._ahead.add(absent)
             return None
         if separate.plan.arena_bytes > fused.plan.arena_bytes + self._free_bytes() // _SHARE_OF_FREE:
@@ -247,7 +269,7 @@ class ExecutableCache:
             if not self.builds(structure):
                 return
             schedule = self.schedule(structure, self.state_of(structure))
-            missing = self.kernels.missing(kernel_sources(schedule, self._device, self.kernels))
+            missing = self._missing(schedule, self._serves_anywhere(structure))
         kernels = self.kernels.compiled(missing)
         with self._device.running:
             self.kernels.keep(kernels)
@@ -259,7 +281,7 @@ class ExecutableCache:
         with self._device.running:
             nodes, inputs = prepare(structure.wanted, structure.inputs)
             schedule = self._compiled(nodes, inputs, structure.numbers, aliases, 2, state)
-            missing = self.kernels.missing(kernel_sources(schedule, self._device, self.kernels))
+            missing = self._missing(schedule)
 
         def compile_all() -> None:
             if self._device.driver.keeps_compiled:
@@ -296,9 +318,11 @@ class ExecutableCache:
         return compile_graph(nodes, inputs, structure.numbers, self._target(fuses=False))
 
     def _target(self, fuses: bool = True, budget: Budget | None = None) -> Target:
-        lower = self.kernels.lowering if fuses else self.kernels.shared_lowering
-        device = self._device
-        return Target(device.name, device.capabilities, lower, budget, fuses, lambda: device.link_cost)
+        device, kernels = self._device, self.kernels
+        apart = None if fuses else kernels.shared_lowering
+        return Target(
+            device.name, device.capabilities, kernels.lowering, budget, apart, lambda: device.link_cost
+        )
 
     def budget(self, results: int = 1, state: State | None = None, arriving: int = 0) -> Budget | None:
         """The memory of the device as a program finds it; None where it has no limit.
@@ -421,3 +445,10 @@ class ExecutableCache:
     def _note_built(self, start: float) -> None:
         self._last_built = perf_counter()
         self.build_seconds += self._last_built - start
+
+
+def _library_products(schedule: Schedule) -> Counter[Any]:
+    """The products that a library computes."""
+    lowerings = (step.lowering for step in schedule.groups)
+    functions: list[Any] = [lowering.function for lowering in lowerings if lowering is not None]
+    return Counter(function.product for function in functions if hasattr(function, "product"))

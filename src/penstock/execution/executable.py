@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from operator import itemgetter
 from time import perf_counter
 from typing import Any
 
@@ -26,62 +25,50 @@ from penstock.compiler.launches import (
 from penstock.compiler.schedule import Copy, Location, Schedule, Step
 from penstock.drivers.driver import Kernel
 from penstock.execution.hosting import on_device
-from penstock.execution.launched import DirectLaunch, RepeatedRun, RunProgram, direct_run, direct_runs, ends
+from penstock.execution.launched import (
+    DirectLaunch,
+    RepeatedRun,
+    RunProgram,
+    direct_launch,
+    direct_runs,
+    ends,
+)
 from penstock.execution.run_buffers import RunBuffers
+from penstock.execution.sources import functions_of
 from penstock.graph.collectives import launcher, moves_on_device, result_bytes, started
 from penstock.graph.node import Array, Node
 from penstock.graph.reference import computed
 from penstock.kernels.cache import KernelCache
 from penstock.kernels.concatenation import Call
 from penstock.kernels.lower import constants
-from penstock.kernels.source import ALIGNMENT, KernelSource
+from penstock.kernels.source import ALIGNMENT
 from penstock.memory.buffer import Buffer
 from penstock.plan.arenas import ArenaPlan
 from penstock.runtime import Device
 from penstock.stream.future import Future
 from penstock.stream.program import Program as Launches
-from penstock.stream.queue import BufferSizes, Uses
+from penstock.stream.queue import Uses
 from penstock.stream.stream import Stream
 
 _MAX_ARRANGEMENTS = 4  # for which kernels are fused; in others, every buffer is an argument of its own
 
 
-def kernel_sources(schedule: Schedule, device: Device, cache: KernelCache) -> list[KernelSource]:
-    """The kernels of a schedule that are compiled from text and known before the first run."""
-    can = device.capabilities
-    parts = launch_parts(schedule, can)
-    if fused_buffers(parts):
-        calls = [call for part in parts if isinstance(part, list) for call in part if isinstance(call, Call)]
-    else:
-        launches = arranged(parts, schedule, can, (), cache.sizes)
-        items = [item for part in launches if isinstance(part, list) for item in part]
-        calls = [item for item in items if isinstance(item, Call)]
-    functions = _functions(schedule)
-    return [call.source for call in calls if call.source.name not in functions]
-
-
-def _functions(schedule: Schedule) -> dict[str, Any]:
-    """The functions of library calls and NumPy kernels, by the names of kernels."""
-    return {
-        call.source.name: step.lowering.function
-        for step in schedule.groups
-        for call in step.calls
-        if step.lowering is not None and step.lowering.function is not None
-    }
-
-
 class Executable:
     """The values of some nodes from the values of others."""
 
-    def __init__(self, schedule: Schedule, device: Device, cache: KernelCache) -> None:
+    def __init__(
+        self, schedule: Schedule, device: Device, cache: KernelCache, anywhere: bool = False
+    ) -> None:
+        """`anywhere`: its kernels serve any arrangement of buffers, and so are those of `kernel_sources`."""
         self.schedule = schedule
+        self._anywhere = anywhere
         self.device = device
         self.wrote = False  # of a run that failed: whether anything may have been written
         self._cache = cache
         self._stream = device.stream
         self._exchanges: dict[Node, Job | Buffer] = {}  # between ranks, that were started in this run
         self._parts = launch_parts(schedule, device.capabilities)
-        self._functions = _functions(schedule)
+        self._functions = functions_of(schedule)
         self._run_buffers = RunBuffers(schedule, fused_buffers(self._parts))
         self._segments: dict[Arrangement | None, list[_Segment | Step | Copy]] = {}
         self._current: list[_Segment | Step | Copy] = []  # those of the last run
@@ -117,10 +104,7 @@ class Executable:
         launches = None if segment is None else segment.direct(schedule, self.device.driver.few_launches)
         if launches is None:
             return None
-        simple = len(launches) == len(schedule.outputs) == 1 and {*schedule.results} == {*schedule.outputs}
-        if simple and not self._has_arenas:
-            return direct_run(launches[0], schedule, self.device)
-        return direct_runs(launches, schedule, self.device, self._arenas)
+        return direct_runs(launches, schedule, self.device, self._arenas, self._has_arenas)
 
     def may_overwrite(self, output: int, given: int) -> bool:
         """Whether a wanted value can be written over an input, which is read for the last time before."""
@@ -270,7 +254,7 @@ class Executable:
 
     def _arranged(self, arrangement: Arrangement) -> list[_Segment | Step | Copy]:
         """The launches for an arrangement of buffers; beyond the bound, those that serve any arrangement."""
-        known: Arrangement | None = arrangement
+        known: Arrangement | None = None if self._anywhere else arrangement
         if known not in self._segments and len(self._segments) >= _MAX_ARRANGEMENTS:
             known = None
         if known not in self._segments:
@@ -389,6 +373,7 @@ class _Segment:
         self._in_force = False  # whether the arguments are those
         self._held: list[int] = []  # one slot of each memory: parts of one are in use as long as any of them
         self._alone: set[int] = set()  # slots that no other shares its memory with
+        self._uses: Uses | None = None  # of the last run, as long as no buffer moves
         self._last_numbers: Sequence[Any] = ()
         self.launches = len(self._launches) - len(self._copies)
 
@@ -404,11 +389,15 @@ class _Segment:
 
         `regrouped`: other buffers than before may lie in one memory.
         """
-        if self._bound is None:
-            self._bind(device.stream, buffers, numbers)
+        bound = self._bound or self._bind(device.stream, buffers, numbers)
+        known = moved is not None and self._in_force
+        if known and not moved and numbers is self._last_numbers and not self._copies:
+            self._uses = self._uses or self.uses(buffers)
+            if device.stream.repeat(bound, self._uses):
+                return
+        self._uses = None
         if moved is None or (regrouped and not self._alone.issuperset(moved)):
             self._share(buffers)
-        known = moved is not None and self._in_force
         slots = [slot for slot in moved or () if slot in self._slots] if known else self._slots
         self._replay(device.stream, slots, [buffers[slot] for slot in self._held], buffers, numbers)
 
@@ -417,7 +406,7 @@ class _Segment:
         if len(self._calls) > most or self._copies or any(0 in grid for _, grid, *_ in self._launches):
             return None
         return [
-            _direct(call, launch, schedule)
+            direct_launch(call, launch, schedule)
             for call, launch in zip(self._calls, self._launches, strict=True)
             if isinstance(call, Call)
         ]
@@ -464,7 +453,7 @@ class _Segment:
         self._last_numbers = numbers
         self._in_force = True
 
-    def _bind(self, stream: Stream, buffers: Sequence[Buffer], numbers: Sequence[Any]) -> None:
+    def _bind(self, stream: Stream, buffers: Sequence[Buffer], numbers: Sequence[Any]) -> Launches:
         for slot, places in self._slots.items():
             self._fill(places, buffers[slot])
             self._memories[slot] = buffers[slot].place
@@ -475,6 +464,7 @@ class _Segment:
         stream.forget(self._bound)
         self._launches.clear()
         self._in_force = True
+        return self._bound
 
     def _share(self, buffers: Sequence[Buffer]) -> None:
         """Determine which buffers share an allocation."""
@@ -487,13 +477,3 @@ class _Segment:
     def _fill(self, places: Sequence[tuple[int, int]], arg: Any) -> None:
         for launch, position in places:
             self._launches[launch][3][position] = arg
-
-
-def _direct(call: Call, launch: tuple[Any, Any, Any, list[Any]], schedule: Schedule) -> DirectLaunch:
-    kernel, grid, group, args = launch
-    slots = [slot for slot, _ in call.locations]
-    sizes = BufferSizes(schedule.buffers[slot].nbytes for slot in slots)
-    scalars = args[len(slots) : len(args) - len(call.constants)]
-    # By a slice, an item getter gives a sequence of a single buffer too.
-    touched = itemgetter(*slots) if len(slots) > 1 else itemgetter(slice(slots[0], slots[0] + 1))
-    return DirectLaunch((kernel, grid, group, sizes), touched, scalars, call.constants)

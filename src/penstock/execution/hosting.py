@@ -190,9 +190,10 @@ def side_by_side(
     numbers: list[int] = []
     offsets: list[int] = []
     total = 0
+    step, most = _alignment(capabilities), capabilities.max_arena_bytes
     for number, size in enumerate(sizes):
-        nbytes = room(size, capabilities)
-        if numbers and total + nbytes > capabilities.max_arena_bytes:
+        nbytes = -(-size // step) * step
+        if numbers and total + nbytes > most:
             yield numbers, offsets, total
             numbers, offsets, total = [], [], 0
         numbers.append(number)
@@ -204,5 +205,9 @@ def side_by_side(
 
 def room(size: int, capabilities: Capabilities) -> int:
     """The bytes from a value to the next, rounded up to the alignment of kernels and of the device."""
-    step = math.lcm(ALIGNMENT, capabilities.offset_alignment)
+    step = _alignment(capabilities)
     return -(-size // step) * step
+
+
+def _alignment(capabilities: Capabilities) -> int:
+    return math.lcm(ALIGNMENT, capabilities.offset_alignment)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 from penstock.compiler.schedule import Copy, Schedule
 from penstock.errors import OutOfDeviceMemory
 from penstock.execution.hosting import on_device
+from penstock.kernels.concatenation import Call
 from penstock.kernels.source import ALIGNMENT
 from penstock.memory.buffer import Buffer, new_buffer
 from penstock.runtime import Device
 from penstock.stream.program import CopyEnds, Program
-from penstock.stream.queue import Uses
+from penstock.stream.queue import BufferSizes, Uses
 from penstock.stream.recorder import Launch
 
 _native = attrgetter("native")
@@ -32,8 +33,23 @@ class DirectLaunch:
     constants: Sequence[int]
 
 
-def direct_run(launch: DirectLaunch, schedule: Schedule, device: Device) -> RunProgram:
+def direct_launch(call: Call, launch: tuple[Any, Any, Any, list[Any]], schedule: Schedule) -> DirectLaunch:
+    """A call of a schedule as such a launch; `launch` is its kernel, grid, group and arguments."""
+    kernel, grid, group, args = launch
+    slots = [slot for slot, _ in call.locations]
+    sizes = BufferSizes(schedule.buffers[slot].nbytes for slot in slots)
+    scalars = args[len(slots) : len(args) - len(call.constants)]
+    # By a slice, an item getter gives a sequence of a single buffer too.
+    touched = itemgetter(*slots) if len(slots) > 1 else itemgetter(slice(slots[0], slots[0] + 1))
+    return DirectLaunch((kernel, grid, group, sizes), touched, scalars, call.constants)
+
+
+def _direct_run(
+    launch: DirectLaunch, schedule: Schedule, device: Device, arenas: Callable[[], list[Buffer]] | None
+) -> RunProgram:
     """What runs a program that is a single launch with one output, while `device.running` is held.
+
+    Its temporaries are in the only one of `arenas`, if it has any.
 
     All arguments are set each time: there is nothing to compare, and little between a call and its launch.
     """
@@ -48,11 +64,12 @@ def direct_run(launch: DirectLaunch, schedule: Schedule, device: Device) -> RunP
     def run(inputs: Sequence[Buffer], numbers: Sequence[Any]) -> list[Buffer]:
         if layers.hosts_state:
             inputs = on_device(inputs, schedule.hosted, device)
+        arena = None if arenas is None else arenas()[0]  # before the result, for which it may make room
         try:
             result = new_buffer(driver, nbytes, layers.source)
         except OutOfDeviceMemory:
             result = device.empty(nbytes)  # which makes room
-        taken = [result, *inputs] if in_order else touched([None, *inputs, result])
+        taken = [result, *inputs] if in_order else touched([arena, *inputs, result])
         native = [*map(_native, taken), *scalars]
         if constants:
             native += numbers[:count] if in_turn else [numbers[constant] for constant in constants]
@@ -65,9 +82,16 @@ def direct_run(launch: DirectLaunch, schedule: Schedule, device: Device) -> RunP
 
 
 def direct_runs(
-    launches: Sequence[DirectLaunch], schedule: Schedule, device: Device, arenas: Callable[[], list[Buffer]]
+    launches: Sequence[DirectLaunch],
+    schedule: Schedule,
+    device: Device,
+    arenas: Callable[[], list[Buffer]],
+    has_arenas: bool,
 ) -> RunProgram:
-    """The same for a few launches, with any number of outputs, and temporaries in `arenas`."""
+    """The same for a few launches, with any number of outputs; `has_arenas`: temporaries are in `arenas`."""
+    simple = len(launches) == len(schedule.outputs) == 1 and {*schedule.results} == {*schedule.outputs}
+    if simple and (not has_arenas or len(schedule.arenas) == 1):
+        return _direct_run(launches[0], schedule, device, arenas if has_arenas else None)
     steps = [
         (device.stream.launcher(launch.command), launch.touched, launch.scalars, launch.constants)
         for launch in launches

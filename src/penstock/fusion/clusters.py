@@ -244,6 +244,7 @@ class Clustering:
             # Fused only if they read the same values: else a value would have to live until the last of them.
             if (
                 columns is None
+                or "order" in node.attributes  # it has a kernel of its own
                 or not read & known
                 or columns in self._read(node)
                 or not self._may_join(node, columns, False)

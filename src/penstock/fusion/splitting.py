@@ -23,7 +23,8 @@ from penstock.graph.shaping import CONCAT, permute, reshape, slice_axis
 _MIN_PART = 64  # items of a part; smaller parts do not pay
 _MIN_ROW = 1 << 13  # the same of a row on a GPU: a workgroup takes less time for it than a second kernel
 _LARGE = 1 << 15  # items from which on a second kernel pays
-_GROUPS = 8  # workgroups per compute unit of a GPU
+_GROUPS = 8  # workgroups per compute unit of a GPU,
+_ROW_GROUPS = 16  # and of those that take a row, which have their items on the way at once, and end
 _GROUP_COLUMNS = 128  # that a workgroup of a GPU reduces
 _MANY_PARTS = 1024  # so many partial results are reduced in parts themselves
 # Products that a kernel adds up in a single accumulator; longer sums are split for accuracy.
@@ -187,7 +188,7 @@ def _parts(length: int, results: int, rows: bool, capabilities: Capabilities) ->
     else:
         # A workgroup of a GPU takes a row, or some columns.
         busy = results if rows else results // _GROUP_COLUMNS
-        wanted = _GROUPS * capabilities.compute_units
+        wanted = (_ROW_GROUPS if rows else _GROUPS) * capabilities.compute_units
     least = _MIN_ROW if rows and capabilities.vector_width == 1 else _MIN_PART
     most = min(-(-wanted // max(busy, 1)), length // least)
     return next((parts for parts in range(most, 1, -1) if length % parts == 0), 1)

@@ -19,7 +19,8 @@ Axes = tuple[int, ...]
 BLOCK = 128  # values that are added up sequentially; longer sums are added up in levels of such blocks
 
 
-def _reduced(x: Node, *, axes: Axes) -> tuple[Shape, DType]:
+def _reduced(x: Node, *, axes: Axes, order: tuple[int, ...] = ()) -> tuple[Shape, DType]:
+    """`order`: how a GPU divides the items among threads, where that is given (see `Lowered`)."""
     return tuple([length for axis, length in enumerate(x.shape) if axis not in axes]), x.dtype
 
 
@@ -60,7 +61,7 @@ def _reduction(
     vjp: Vjp | None = None,
     rounding: Rounding = Rounding.VARIES,
 ) -> Callable[[Node, Axes], Node]:
-    def reference(x: Array, axes: Axes) -> Array:
+    def reference(x: Array, axes: Axes, order: tuple[int, ...] = ()) -> Array:
         return np.asarray(numpy(x, axis=axes, dtype=x.dtype) if name == "prod" else numpy(x, axis=axes))
 
     primitive = Primitive(name, Kind.REDUCTION, _reduced, reference, vjp, combine=combine, rounding=rounding)

@@ -144,7 +144,7 @@ class KernelBuilder:
     def comes_last(self, name: str, counters: Memory, index: ir.Operand, count: int) -> ir.Var:
         """Whether the workgroup is the last of `count`, 1 or 0; see `ComesLast`."""
         array = self.shared(self.fresh("arrived"), "int32", 1)
-        self._add(ir.ComesLast(name, counters.name, ir.integer(index), count, array.name))
+        self._add(ir.ComesLast(name, counters.name, ir.integer(index), ir.Const(count), array.name))
         return ir.Var(name)
 
     def block_reduce(self, name: str, operation: str, variable: ir.Var, group: int, threads: int) -> ir.Var:

@@ -14,7 +14,7 @@ from penstock.fusion.groups import Group
 from penstock.kernels.attention.prelude import ATTENTION_PRELUDE
 from penstock.kernels.convolution.prelude import CONVOLUTION_PRELUDE
 from penstock.kernels.dialects import DIALECTS, dialect_of
-from penstock.kernels.lower import Lowering, without_sizes, write
+from penstock.kernels.lower import Lowering, without_shape, without_sizes, write
 from penstock.kernels.raw_source import refused
 from penstock.kernels.sizes import MOST_WRITTEN_OUT, Sizes
 from penstock.kernels.source import KernelSource, digest
@@ -35,6 +35,8 @@ class KernelCache:
         self.kept = TuningCache(f"sizes of {dialect} kernels")
         self.sizes = Sizes(self.kept)
         self._lowerings = LRU[Hashable, Lowering | None](_MAX_KERNELS)
+        self._shared = LRU[Hashable, Lowering | None](_MAX_KERNELS)  # of single operations
+        self._on_disk = LRU[str, bool](_MAX_KERNELS)  # names of shared kernels that need no compiler
         self._kernels = LRU[str, Kernel](_MAX_KERNELS)  # by names, which end in a digest
 
     def lowering(self, group: Group) -> Lowering | None:
@@ -59,6 +61,19 @@ class KernelCache:
 
     def shared_lowering(self, group: Group) -> Lowering | None:
         """The lowering of a group of one operation, to kernels that programs with other shapes share."""
+        flat = without_shape(group) if self._device.capabilities.vector_width == 1 else None
+        key = flat or group.structure, self.sizes.learned
+        if key not in self._shared:
+            lowering = self._shared_lowering(group)
+            if key[1] != self.sizes.learned:  # the next may be another kernel, which fits more sizes
+                return lowering
+            if flat and (lowering is None or lowering.launches[0].scalars != (group.outputs[0].size,)):
+                return lowering  # it does not take the size as an argument
+            self._shared[key] = lowering
+        known = self._shared.use(key)
+        return known if known is None or not flat else _resized(known, group.outputs[0].size)
+
+    def _shared_lowering(self, group: Group) -> Lowering | None:
         ending = digest(repr(group.structure))
         lowering = write(group, self._device.capabilities, ending, varied=True, shared=True)
         if lowering is None or lowering.function is not None:
@@ -84,9 +99,14 @@ class KernelCache:
 
     def missing(self, sources: Sequence[KernelSource]) -> list[KernelSource]:
         """The sources that need a compiler: they are neither in memory nor on disk."""
-        has = self._device.driver.has_compiled
-        new = [part for part in self._parts(self._new(sources)) if not has(self._text(part))]
-        return [source for part in new for source in part]
+        new = [source for source in self._new(sources) if source.name not in self._on_disk]
+        missing: list[KernelSource] = []
+        for part in self._parts(new):
+            if not self._device.driver.has_compiled(self._text(part)):
+                missing += part
+            elif part[0].alone:
+                self._on_disk[part[0].name] = True
+        return missing
 
     def compiled(self, sources: Sequence[KernelSource]) -> dict[str, Kernel]:
         """Compile kernels from text, by name. They are not kept here: any thread may compile."""
@@ -116,7 +136,9 @@ class KernelCache:
         dialect = dialect_of(self._device.capabilities)
         if dialect.one_kernel_modules:
             return alone + [[source] for source in together]
-        return alone + (_side_by_side(together) if dialect.compiles_side_by_side else [together])
+        alike = [[source for source in together if dialect.contracts(source) == may] for may in (False, True)]
+        divide = _side_by_side if dialect.compiles_side_by_side else lambda sources: [sources]
+        return alone + [part for sources in alike if sources for part in divide(sources)]
 
     def _text(self, part: Sequence[KernelSource]) -> str:
         if part[0].complete:
@@ -142,6 +164,15 @@ def _side_by_side(sources: Sequence[KernelSource]) -> list[list[KernelSource]]:
         parts[shortest].append(source)
         lengths[shortest] += len(source.text)
     return parts
+
+
+def _resized(lowering: Lowering, size: int) -> Lowering:
+    """The launch of a GPU's map whose only argument is its size, for another size."""
+    (launch,) = lowering.launches
+    grid = (-(-size // launch.source.group[0]),)
+    return replace(
+        lowering, launches=(replace(launch, source=replace(launch.source, grid=grid), scalars=(size,)),)
+    )
 
 
 def _signatures(sources: Sequence[KernelSource]) -> dict[str, tuple[str, ...]]:

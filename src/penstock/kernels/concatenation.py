@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.drivers.driver import Capabilities, Cost
 from penstock.kernels import ir
@@ -27,6 +28,14 @@ _PERIODS = range(1, 5)  # how many calls may come in turn
 _SIZE_BYTES = 4  # of a size that is a parameter
 
 
+class Partials(NamedTuple):
+    """Partial results, of which a workgroup reads those that its own results are reduced from."""
+
+    results: int
+    parts: int  # of each
+    parts_first: bool  # whether the first parts of all results come before the second; else all of the first
+
+
 @dataclass(frozen=True)
 class Call:
     """A launch before it is bound: its arguments, with indices for buffers and constants."""
@@ -39,6 +48,8 @@ class Call:
     touched: Touched
     scratch: tuple[Range, ...] = ()  # which it may write, too
     cost: Cost | None = None
+    reduces: bool = False  # by loops, or by a template
+    reads_own: Partials | None = None  # if its workgroups do
 
 
 def piece_of(call: Call) -> tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:

@@ -8,7 +8,7 @@ parameters.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from penstock.drivers.driver import Capabilities
@@ -128,7 +128,7 @@ class _Launch:
         merging, linkage = self._merging, "DEVICE" if len(self._pieces) <= _FEW_PIECES else "CALLED"
         kernel = ir.KernelIR(
             functions=merging.functions(linkage),
-            arrays=self._local_memory(),
+            arrays=local_memory(self._merging.sources.values()),
             group=self._given[0].source.group,
             resident=self._resident(),
             cluster=self._given[0].source.cluster,
@@ -155,24 +155,12 @@ class _Launch:
         """How many workgroups a compute unit should have room for, if all wait when they have read much."""
         return min(source.resident if source.ahead else 1 for source in self._merging.sources.values())
 
-    def _local_memory(self) -> list[ir.LocalArray]:
-        """Local memory that every piece uses for its own arrays."""
-        room = max(
-            sum(_words(dtype, length) for dtype, _, length in source.arrays)
-            for source in self._merging.sources.values()
-        )
-        return [ir.LocalArray(ir.LOCAL_MEMORY, "uint64", room, width=2)] if room else []
-
 
 def _called(call: Call, merging: MergedCalls, rows: Rows) -> ir.CallFunction:
     """A call of a piece's function, with the offsets of its row."""
-    arrays, word = [], 0
-    for dtype, _, length in call.source.arrays:
-        arrays.append((dtype, word))
-        word += _words(dtype, length)
     arguments = [rows.item(1 + at) for at in range(len(call.locations))]
     arguments += [ir.Const(scalar) for scalar in call.scalars]
-    return merging.call(call, _GROUP - rows.item(0), arguments, arrays)
+    return merging.call(call, _GROUP - rows.item(0), arguments, local_arrays(call.source))
 
 
 def _by_branch(branches: list[tuple[ir.Expr, list[ir.Statement]]]) -> list[ir.Statement]:
@@ -183,6 +171,21 @@ def _by_branch(branches: list[tuple[ir.Expr, list[ir.Statement]]]) -> list[ir.St
     for condition, body in reversed(branches):
         result = [ir.If(condition, body, result)]
     return result
+
+
+def local_memory(sources: Iterable[KernelSource]) -> list[ir.LocalArray]:
+    """Local memory that each of a kernel's functions uses for its own arrays."""
+    room = max(sum(_words(dtype, length) for dtype, _, length in source.arrays) for source in sources)
+    return [ir.LocalArray(ir.LOCAL_MEMORY, "uint64", room, width=2)] if room else []
+
+
+def local_arrays(source: KernelSource) -> list[tuple[str, int]]:
+    """The arrays of a function in that memory: dtype and offset."""
+    arrays, word = [], 0
+    for dtype, _, length in source.arrays:
+        arrays.append((dtype, word))
+        word += _words(dtype, length)
+    return arrays
 
 
 def _words(dtype: str, length: int) -> int:

@@ -46,6 +46,31 @@ def without_sizes(structure: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
+def without_shape(group: Group) -> tuple[Any, ...] | None:
+    """What kernels of elementwise work depend on, apart from the shape; None for other work.
+
+    All values have as many items, more than one, in the same order.
+    """
+    size = group.outputs[0].size
+    if size < 2 or any(node.size != size for node in group.inputs):
+        return None
+    numbers: dict[Node, int] = {node: at for at, node in enumerate(group.inputs)}
+    inside: list[tuple[Any, ...]] = []
+    for node in group.nodes:
+        primitive = node.primitive
+        if primitive.same_bytes:
+            numbers[node] = numbers[node.inputs[0]]
+            continue
+        if (primitive is not FULL and primitive.kind is not Kind.ELEMENTWISE) or node.size != size:
+            return None
+        numbers[node] = len(numbers)
+        inside.append((primitive.name, *(numbers[parent] for parent in node.inputs), str(node.dtype)))
+        if primitive is not FULL:
+            inside.append(tuple(x for name, x in node.attributes.items() if name not in primitive.constants))
+    dtypes = tuple(str(node.dtype) for node in group.inputs)
+    return dtypes, tuple(inside), tuple(numbers[node] for node in group.outputs)
+
+
 def constants(group: Group) -> list[tuple[Node, str]]:
     """The scalar arguments of a group's kernel, in the order of its parameters: node and attribute."""
     # The outputs of a user's kernel have the same attributes.
@@ -109,13 +134,13 @@ def write(
         return _host(group, _name(group, ending))
     if group.kind is GroupKind.MATMUL:
         return _matmul(group, capabilities, ending, varied, shared)
-    return _LOWERINGS[group.kind](group, capabilities, ending, varied)
+    return _LOWERINGS[group.kind](group, capabilities, ending, shared)
 
 
-def _loops(group: Group, capabilities: Capabilities, ending: str, varied: bool) -> Lowering:
-    lowered = lower(group, capabilities)
+def _loops(group: Group, capabilities: Capabilities, ending: str, shared: bool) -> Lowering:
+    lowered = lower(group, capabilities, shared)
     source = dialect_of(capabilities).render(lowered.kernel, _name(group, ending))
-    return one_launch(source, lowered.may_alias)
+    return replace(one_launch(source, lowered.may_alias), order=lowered.order)
 
 
 def _matmul(group: Group, capabilities: Capabilities, ending: str, varied: bool, shared: bool) -> Lowering:
@@ -129,17 +154,17 @@ def _matmul(group: Group, capabilities: Capabilities, ending: str, varied: bool,
     return matmul_group(group, product, capabilities, _name(group, ending), varied, shared)
 
 
-def _template(group: Group, capabilities: Capabilities, ending: str, varied: bool) -> Lowering | None:
+def _template(group: Group, capabilities: Capabilities, ending: str, shared: bool) -> Lowering | None:
     lowering = template_launches(group.nodes[0], capabilities)
     return None if lowering is None else lowering.named(ending)
 
 
 _LOWERINGS: dict[GroupKind, Callable[[Group, Capabilities, str, bool], Lowering | None]] = {
     **dict.fromkeys(LOOPS, _loops),
-    GroupKind.CONVOLUTION: lambda group, can, ending, varied: convolution_kernels(group, can, ending),
-    GroupKind.ATTENTION: lambda group, can, ending, varied: attention_kernels(group, ending),
-    GroupKind.PAGED: lambda group, can, ending, varied: paged_group(group, can).named(ending),
-    GroupKind.RAW: lambda group, can, ending, varied: one_launch(raw_source(group, can, ending)),
+    GroupKind.CONVOLUTION: lambda group, can, ending, shared: convolution_kernels(group, can, ending),
+    GroupKind.ATTENTION: lambda group, can, ending, shared: attention_kernels(group, ending),
+    GroupKind.PAGED: lambda group, can, ending, shared: paged_group(group, can).named(ending),
+    GroupKind.RAW: lambda group, can, ending, shared: one_launch(raw_source(group, can, ending)),
     GroupKind.SINGLE: _template,
 }
 

@@ -93,6 +93,10 @@ class _Operands:
         self._group, self._node, self._target, self._copies = group, node, target, copies
         self._pages, self._table, self._positions, self._flags = memories
 
+    def wait(self, k: KernelBuilder) -> None:
+        """See `Step`. Who writes pages meanwhile is the kernel itself, at positions that it does not read."""
+        k.wait_for_earlier((self._pages, self._table, self._positions, self._flags))
+
     def begin(self, k: KernelBuilder, sizes: Sizes, unit: Unit, threads: int, padded: int) -> None:
         """See `Step`."""
         self._sizes, self._threads, self._padded = sizes, threads, padded

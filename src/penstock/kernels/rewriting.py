@@ -7,13 +7,14 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from penstock.kernels import ir
+from penstock.kernels.dialects.patterns import COMBINE
 
 _INTEGERS = ("int32", "uint32", "int64", "uint64")
 _LARGEST = 2**31 - 1  # of an argument; larger integers stay constants
 _FIELDS: dict[type, tuple[str, ...]] = {}  # by type of node
 _NOT_PRINTED: dict[type, tuple[str, ...]] = {
     ir.For: ("trips",),
-    ir.KernelIR: ("grid", "group", "resident", "cluster"),
+    ir.KernelIR: ("grid", "group", "resident", "cluster", "block"),
 }
 
 
@@ -69,7 +70,8 @@ def with_plain_names(kernel: ir.KernelIR) -> ir.KernelIR:
             for part in tree:
                 visit(part)
         elif isinstance(tree, ir.Statement):
-            if isinstance(tree, ir.For | ir.Let):
+            # Operations have some of the names, too.
+            if isinstance(tree, ir.For | ir.Let) and tree.name not in COMBINE:
                 names.setdefault(tree.name, f"i{len(names)}_")
             for name in _fields(type(tree)):
                 visit(getattr(tree, name))

@@ -78,6 +78,7 @@ class Sizes:
         self._kept = kept
         self._families = LRU[Hashable, _Family](_MOST_FAMILIES)
         self._shapes = LRU[Hashable, list[Hashable]](_MOST_FAMILIES)
+        self.learned = 0  # how often a family of shared kernels has got to know new integers
 
     def shapes_before(self, structure: Hashable, key: Hashable) -> int:
         """How many shapes of a structure came before this shape; at most `MOST_WRITTEN_OUT`."""
@@ -107,8 +108,10 @@ class Sizes:
             if family.known:
                 family.argument = family.arguments_with(family.known[0])
         new = not family.fits(values) and values not in family.known
-        if new and family.take_in(values, source.signature) and self._kept is not None:
-            self._kept.put(digest(repr(key)), json.dumps(family.known))
+        if new and family.take_in(values, source.signature):
+            self.learned += 1
+            if self._kept is not None:
+                self._kept.put(digest(repr(key)), json.dumps(family.known))
         if not family.fits(values):  # the first shape of all
             return replace(launch, source=replace(source, name=_name(source, integers, values)))
         source, sizes = self._with_arguments(family, source, integers)

@@ -63,6 +63,7 @@ class KernelSource:
     arrays: tuple[tuple[str, str, int], ...] = ()  # local arrays: dtype, name, items
     resident: int = 1  # workgroups that a compute unit should have room for
     cluster: int = 1  # workgroups that run at once, and read each other's local memory
+    block: int = 0  # neighbouring results that each workgroup has, if that is all that it writes
     complete: bool = False  # the text needs no prelude, and is compiled by itself
     sizes: int = 0  # the number of leading scalars that are sizes
     alone: bool = False  # many programs share it, so it is compiled by itself and never merged

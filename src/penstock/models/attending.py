@@ -53,6 +53,14 @@ class Attention:
             self._angles[rotary] = rotary.angles(self.positions, self.lengths)
         return self._angles[rotary]
 
+    def queries(self, layer: int) -> Attention:
+        """The positions whose output of a layer is used, which are those of its queries: all."""
+        return self
+
+    def taken(self, layer: int, x: Tensor) -> Tensor:
+        """What is at these positions of the layer's input, (batch, length, width)."""
+        return x
+
     def attend(
         self,
         layer: int,
@@ -87,6 +95,8 @@ class PagedAttention(Attention):
 
     The pages of a layer are (2, pages, heads, page size, head size), with keys first. A row of `table` has
     the pages of its sequence, in the order of their positions. Only the rows of new positions are written.
+    Of the last layer, only the last position of each row is used: nothing else is computed after its keys
+    and values.
     """
 
     cached = True
@@ -117,10 +127,27 @@ class PagedAttention(Attention):
         reach = table.shape[1] * caches[0].shape[3]
         last = reshape(starts + counts - 1, (rows, 1))
         positions = minimum(maximum(minimum(positions, last), 0), min(context, reach) - 1)
-        super().__init__(positions, maximum(reshape(firsts, (rows, 1)), positions + 1))
+        firsts = reshape(firsts, (rows, 1))
+        super().__init__(positions, maximum(firsts, positions + 1))
         self._caches, self._table, self._fresh = caches, table, fresh
+        self._last: Attention = self
+        if length > 1:
+            end = minimum(maximum(last, 0), min(context, reach) - 1)
+            self._last = Attention(end, maximum(firsts, end + 1))
+            self._at = arange(rows, dtype=int32, device=starts.device) * length + maximum(counts - 1, 0)
         self._inside, self._counts, self._counters = inside, counts, counters
         self._rows: dict[tuple[int, ...], Tensor] = {}
+
+    def queries(self, layer: int) -> Attention:
+        """See `Attention`."""
+        return self._last if layer == len(self._caches) - 1 else self
+
+    def taken(self, layer: int, x: Tensor) -> Tensor:
+        """See `Attention`."""
+        if self.queries(layer) is self:
+            return x
+        rows, length, width = x.shape
+        return reshape(looked_up(reshape(x, (rows * length, width)), self._at), (rows, 1, width))
 
     def attend(
         self,
@@ -139,10 +166,11 @@ class PagedAttention(Attention):
             self._caches[layer]._rebind(pages)
             return mixed
         self._write(layer, key, value)
-        if self._fresh:
+        queries = self.queries(layer)
+        if self._fresh and queries is self:
             return super().attend(layer, query, key, value, scale, window, softcap)
         pages = self._caches[layer]
-        return paged_attention(query, pages, self._table, self.positions, scale, window, softcap)
+        return paged_attention(query, pages, self._table, queries.positions, scale, window, softcap)
 
     def _write(self, layer: int, key: Tensor, value: Tensor) -> None:
         cache, size = self._caches[layer], key.shape[-1]

@@ -94,16 +94,16 @@ class SelfAttention(Module):
         self.k_norm = Norm(self.head_size, sizes.eps, sizes.norm_offset, device) if norms else None
 
     def forward(self, x: Tensor, attention: Attention) -> Tensor:
-        """The attended values of each position."""
-        query = self._heads(self.q_proj(x), self.heads)
+        """The attended values of each position whose output is used."""
+        query = self._heads(self.q_proj(attention.taken(self.layer, x)), self.heads)
         key = self._heads(self.k_proj(x), self.key_heads)
         value = self._heads(self.v_proj(x), self.key_heads)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        angles = attention.angles(self.rotary)
-        query, key = rotated(query, angles), rotated(key, angles)
+        query = rotated(query, attention.queries(self.layer).angles(self.rotary))
+        key = rotated(key, attention.angles(self.rotary))
         mixed = attention.attend(self.layer, query, key, value, self.scale, self.window, self.softcap)
-        batch, length, _ = x.shape
+        batch, _, length, _ = mixed.shape
         return self.o_proj(reshape(permute_dims(mixed, (0, 2, 1, 3)), (batch, length, -1)))
 
     def _heads(self, x: Tensor, heads: int) -> Tensor:
@@ -148,8 +148,9 @@ class Block(Module):
         self.mlp = FeedForward(sizes, device)
 
     def forward(self, x: Tensor, attention: Attention) -> Tensor:
-        """The output of the block."""
+        """The output of the block, at the positions where it is used."""
         attended = self.self_attn(self.input_layernorm(x), attention)
+        x = attention.taken(self.self_attn.layer, x)
         if not self.norms_around:
             x = x + attended
             return x + self.mlp(self.post_attention_layernorm(x))

@@ -19,7 +19,6 @@ from penstock.graph.dtypes import DType
 from penstock.graph.node import leaf
 from penstock.graph.paged_attention import on_tensor_cores, reads_pages
 from penstock.models.attending import PagedAttention
-from penstock.models.paging import token_array
 from penstock.models.programs import Bucket, Programs, bucket, covering, jitted, weakly
 from penstock.models.sampling import Needs, Sampling, needs_of, numbers_of, sample
 from penstock.models.sequences import TokenSequence
@@ -48,7 +47,7 @@ PAGE = 16  # positions of a page
 RECENT = 8  # positions of a sequence, the last, whose tokens the host can read
 _COUNTERS = 128  # for each sequence, with which kernels count workgroups: as many as it has heads, or fewer
 _SHORTEST = 16  # the smallest bucket of new tokens
-_CONTROL = 7  # numbers of each row of a step of prompts
+_CONTROL, _SEED = 7, 5  # numbers of each row of a step of prompts, and which of them begin its seed
 # The smallest tables of pages. Those of prompts that continue are small where all of their pages are read;
 # otherwise, a wide table costs nothing but its own memory. Larger tables are powers of 4 of these.
 _TIGHT, _WIDE = 4, 128
@@ -81,11 +80,12 @@ class _Again(NamedTuple):
 
 
 class Decoder:
-    """Memory for `pages` pages of keys and values, for up to `slots` sequences at a time."""
+    """Memory for keys and values of up to `slots` sequences: `pages` pages, or as many as there can be."""
 
     def __init__(self, model: LanguageModel, slots: int, pages: int) -> None:
         weight = model.head_weight
-        self.slots, self.pages, self.context = slots, pages, model.context
+        self.slots, self.pages, self.context = slots, min(pages, most_pages(model)), model.context
+        self._asked = pages
         self.device, self._dtype, self._vocab_size = resolve(weight.device), weight.dtype, model.vocab_size
         self._model = weakref.ref(model)  # which may have this decoder, and is freed together with it
         self._shapes = model.cache_shapes
@@ -114,12 +114,13 @@ class Decoder:
         self.programs = Programs(weakly(self._program), weakly(self._compiling))
         self._see = jitted(self._see_row)
         self._again: _Again | None = None  # the last step, if that was of tokens and may be repeated
+        self._known_settings: tuple[list[Sampling], int, Tensor] | None = None  # that steps were given last
         self._last: dict[str, tuple[npt.NDArray[Any], Tensor]] = {}  # what was uploaded last, by name
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for decoders that can take the same sequences."""
-        return self.slots, self.pages, self.device, self._dtype
+        return self.slots, self._asked, self.device, self._dtype
 
     @property
     def _network(self) -> LanguageModel:
@@ -189,13 +190,14 @@ class Decoder:
         for row, (sequence, count) in enumerate(parts):
             start = sequence.computed
             first = sequence.origin + start
-            ids[row, :count] = token_array(sequence.ids[first : first + count])
+            ids[row, :count] = np.frombuffer(sequence.ids, np.int32, count, first * ids.itemsize)
             ends = start + count == sequence.target
-            control[row] = sequence.slot, start, count, sequence.first, ends, *sequence.seed.view(np.int32)
+            control[row, :_SEED] = sequence.slot, start, count, sequence.first, ends
+            control[row, _SEED:] = sequence.seed.view(np.int32)
+            table[row] = self._pages_of_slots[sequence.slot, : taken.width]
             complete.append(sequence if ends else None)
             places.append(_place(sequence.slot, start + count))
-        table[: len(parts)] = self._pages_of_slots[[each.slot for each in sequences], : taken.width]
-        numbers = self._kept("numbers", _settings(sequences, taken.rows))
+        numbers = self._settings_of(sequences, taken.rows)
         return self._step(complete, places, self._run(program, self._replaced("prompts", given), numbers))
 
     def tokens(self, sequences: list[TokenSequence]) -> Step:
@@ -279,12 +281,19 @@ class Decoder:
         """The settings and seeds of these sequences on the device."""
         if sequences != self._batch or self._seeds.shape[0] != rows:
             self._needs = needs_of([sequence.setting for sequence in sequences])
-            self._numbers = self._kept("numbers", _settings(sequences, rows))
+            self._numbers = self._settings_of(sequences, rows)
             more = rows - len(sequences)
             seeds = [*(sequence.seed for sequence in sequences), *[np.zeros(2, np.uint32)] * more]
             self._seeds = from_numpy(np.stack(seeds), self.device)
             self._batch = list(sequences)
         return self._numbers, self._seeds
+
+    def _settings_of(self, sequences: Sequence[TokenSequence], rows: int) -> Tensor:
+        """The settings of sequences on the device, for so many rows."""
+        settings = [sequence.setting for sequence in sequences]
+        if self._known_settings is None or self._known_settings[:2] != (settings, rows):
+            self._known_settings = settings, rows, self._kept("numbers", numbers_of(settings, rows))
+        return self._known_settings[2]
 
     def _kept(self, name: str, array: npt.NDArray[Any]) -> Tensor:
         """An array on the device, where it already is if it did not change since the last step."""
@@ -342,7 +351,7 @@ class Decoder:
     def _compiling(self, program: Any, chosen: Bucket) -> Callable[[], None]:
         """What compiles the kernels of a program, in any thread."""
         given = [self._empty(array.shape, int32) for array in self._arrays(chosen)]
-        given.append(self._empty(_settings([], chosen.rows).shape, float32))
+        given.append(self._empty(numbers_of((), chosen.rows).shape, float32))
         if not chosen.length:
             given.append(self._empty((chosen.rows, 2), uint32))
         with no_grad(), evaluating():
@@ -356,14 +365,13 @@ class Decoder:
     ) -> Others:
         """A part of the prompts; sequences whose prompt it completes get a token."""
         ids, control, table = _parted(given, length)
-        slots, starts, counts, firsts, ends = (control[:, k] for k in range(5))
-        seeds = astype(control[:, 5:], uint32)
+        slots, starts, counts, firsts, ends = (control[:, k] for k in range(_SEED))
+        seeds = astype(control[:, _SEED:], uint32)
         rows = ids.shape[0]
         attention = PagedAttention(self._caches, table, starts, counts, firsts, length, fresh, self.context)
         features = self._network.run(self._in_vocabulary(ids), attention)
-        flat = reshape(features, (rows * length, features.shape[-1]))
-        last = arange(rows, dtype=int32, device=ids.device) * length + maximum(counts - 1, 0)
-        ended = (looked_up(flat, last), where(ends > 0, slots, -1), starts + counts)
+        last = reshape(features, (rows, features.shape[-1]))
+        ended = (last, where(ends > 0, slots, -1), starts + counts)
         return self._chosen(*ended, True, numbers, seeds, needs)
 
     def _take_token(
@@ -440,12 +448,6 @@ class Decoder:
 def _parted(given: Any, length: int) -> tuple[Any, ...]:
     """The parts of what a step of prompts is given: ids, the numbers of each row, and the table of pages."""
     return given[:, :length], given[:, length : length + _CONTROL], given[:, length + _CONTROL :]
-
-
-def _settings(sequences: Sequence[TokenSequence], rows: int) -> npt.NDArray[Any]:
-    """The settings of sequences, for so many rows."""
-    settings = [sequence.setting for sequence in sequences]
-    return numbers_of([*settings, *[Sampling()] * (rows - len(settings))])
 
 
 def _place(slot: int, position: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -9,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.models.decoders import Decoders, most_pages, pages_of
+from penstock.models.decoders import Decoders, pages_of
 from penstock.models.paging import token_array
 from penstock.models.programs import bucket
 from penstock.models.sampling import Sampling
@@ -41,8 +43,10 @@ def streamed(model: LanguageModel, prompts: Any, max_tokens: int, options: dict[
     seeds = _seeds(options.get("seed"), len(many))
     wanted = wanted_of(model, max_tokens, {**options, "seed": None})
     sequences = [
-        TokenSequence(model, index, prompt_ids(model, prompt), replace(wanted, seed=seeds[index]))
-        for index, prompt in enumerate(many)
+        TokenSequence(
+            model, index, prompt_ids(model, prompt), wanted if seed is None else replace(wanted, seed=seed)
+        )
+        for index, (prompt, seed) in enumerate(zip(many, seeds, strict=True))
     ]
     if not sequences or not max_tokens:
         return iter(())
@@ -57,7 +61,7 @@ def _pieces(model: LanguageModel, sequences: list[TokenSequence]) -> Iterator[Pi
     assert decoders is not None
     slots = bucket(len(sequences), 1, 1 << 30)
     positions = bucket(needed, min(_CAPACITY, model.context), model.context)
-    decoder = decoders.take(model, slots, min(slots * pages_of(positions), most_pages(model)))
+    decoder = decoders.take(model, slots, slots * pages_of(positions))
     pieces: deque[Piece] = deque()
     try:
         decoder.begin()
@@ -114,23 +118,24 @@ def _prompts(prompts: Any) -> tuple[bool, list[Prompt]]:
     if isinstance(prompts, str):
         return True, [prompts]
     given = list(prompts)
-    if all(isinstance(item, (int, np.integer)) for item in given):
+    if not given or isinstance(given[0], (int, np.integer)):
         return True, [given]
     return False, given
 
 
-def prompt_ids(model: LanguageModel, prompt: Prompt) -> list[int]:
+def prompt_ids(model: LanguageModel, prompt: Prompt) -> array[int]:
     """The token ids of a prompt."""
     if isinstance(prompt, str):
         if model.tokenizer is None:
             raise ValueError("the model has no tokenizer, so that a prompt is a list of token ids")
         prompt = [int(token) for token in model.tokenizer.encode(prompt)]
+    given = prompt if isinstance(prompt, list) else np.asarray(prompt).reshape(-1).tolist()
     try:
-        given = token_array(prompt) if isinstance(prompt, list) else np.asarray(prompt).reshape(-1)
-    except (TypeError, OverflowError):
-        given = np.asarray(prompt).reshape(-1)
-    if not given.size or given.min() < 0 or given.max() >= model.vocab_size:
+        ids = token_array(given)
+    except struct.error:
+        ids = array("i")
+    # As an unsigned number, an id that is negative is the largest.
+    if not ids or np.frombuffer(ids, np.uint32).max() >= model.vocab_size:
         most = model.vocab_size - 1
-        raise ValueError(f"a prompt has token ids from 0 to {most}, and {given[:8].tolist()} was given")
-    ids: list[int] = given.astype(np.int64, copy=False).tolist()
+        raise ValueError(f"a prompt has token ids from 0 to {most}, and {given[:8]} was given")
     return ids

@@ -71,10 +71,13 @@ class CausalSelfAttention(Module):
         if attention is None or not attention.cached:
             mixed = F.packed_attention(parts, is_causal=True)
         else:
-            query, key, value = (permute_dims(parts[:, :, k], (0, 2, 1, 3)) for k in range(3))
+            queries = attention.taken(self.layer, qkv)[:, :, :width]
+            query = reshape(queries, (batch, -1, self.heads, width // self.heads))
+            sides = (query, parts[:, :, 1], parts[:, :, 2])
             scale = (width // self.heads) ** -0.5
+            query, key, value = (permute_dims(side, (0, 2, 1, 3)) for side in sides)
             mixed = permute_dims(attention.attend(self.layer, query, key, value, scale), (0, 2, 1, 3))
-        result: Tensor = self.dropout(self.out(reshape(mixed, (batch, length, width))))
+        result: Tensor = self.dropout(self.out(reshape(mixed, (batch, -1, width))))
         return result
 
 
@@ -103,9 +106,10 @@ class Block(Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor, attention: Attention | None = None) -> Tensor:
-        """The output of the block."""
+        """The output of the block, at the positions where it is used."""
         # Norms and activations are cheap to recompute in the backward pass, and large to keep.
         qkv = checkpoint(lambda x: self.attention.qkv(self.norm1(x)), x)
+        x = x if attention is None else attention.taken(self.attention.layer, x)
         x = x + self.attention.mixed(qkv, attention)
         wide = checkpoint(lambda x: self.up(self.norm2(x)), x)
         result: Tensor = x + self.dropout(checkpoint(lambda wide: self.down(F.gelu(wide, "tanh")), wide))

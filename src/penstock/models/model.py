@@ -91,7 +91,10 @@ class LanguageModel(Module):
     # What all have in common
 
     def run(self, token_ids: Tensor, attention: Attention) -> Tensor:
-        """The output of the last norm, (batch, length, width), with attention of any kind."""
+        """The output of the last norm, (batch, length, width), with attention of any kind.
+
+        Of positions in pages, it has the last of each row alone: see `PagedAttention`.
+        """
         x = self.embed(token_ids, attention)
         for block in self.blocks:
             x = block(x, attention)

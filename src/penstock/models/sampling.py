@@ -101,9 +101,12 @@ def needs_of(settings: Sequence[Sampling]) -> Needs:
     )
 
 
-def numbers_of(settings: Sequence[Sampling]) -> npt.NDArray[np.float32]:
-    """Temperature, top_k, top_p, log(min_p) and penalty of each sequence, as a row of the device's table."""
-    rows = [
+def numbers_of(settings: Sequence[Sampling], rows: int = 0) -> npt.NDArray[np.float32]:
+    """Temperature, top_k, top_p, log(min_p) and penalty of each sequence, as columns of the device's table.
+
+    There are at least so many `rows`, of which those without a sequence have the default settings.
+    """
+    numbers = [
         (
             setting.temperature,
             float(min(setting.top_k or _ALL, _ALL)),
@@ -111,15 +114,16 @@ def numbers_of(settings: Sequence[Sampling]) -> npt.NDArray[np.float32]:
             math.log(setting.min_p) if setting.min_p else -math.inf,
             setting.repetition_penalty,
         )
-        for setting in settings
+        for setting in (*settings, *[Sampling()] * (rows - len(settings)))
     ]
-    return np.array(rows, np.float32).T
+    return np.array(numbers, np.float32).T
 
 
 def seed_words(seed: int | None) -> npt.NDArray[np.uint32]:
     """Two words of a seed; without a seed, of the system's random numbers."""
-    given = int.from_bytes(os.urandom(8)) if seed is None else seed
-    return np.random.SeedSequence(given).generate_state(2, np.uint32).astype(np.uint32)
+    if seed is None:
+        return np.frombuffer(os.urandom(8), np.uint32)
+    return np.random.SeedSequence(seed).generate_state(2, np.uint32).astype(np.uint32)
 
 
 def sample(

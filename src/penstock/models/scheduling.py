@@ -119,7 +119,7 @@ class Scheduler:
     def _admit(self) -> None:
         while self.waiting and self._slots and not self._enough():
             sequence = self.waiting[0]
-            target = len(sequence.tokens)
+            target = sequence.length
             known, coming = self._known(sequence, (target - 1) // PAGE)  # the last token is always computed
             if coming:
                 return
@@ -146,7 +146,7 @@ class Scheduler:
 
     def _may_grow(self, sequence: TokenSequence) -> bool:
         """Whether a sequence may need a further page, which should be there when it does."""
-        most = len(sequence.ids) - sequence.origin + sequence.max_tokens - sequence.asked
+        most = sequence.length + sequence.max_tokens - sequence.asked
         return len(sequence.pages) < pages_of(min(most, self.decoder.context))
 
     def _known(self, sequence: TokenSequence, most: int) -> tuple[list[bytes], bool]:
@@ -155,10 +155,12 @@ class Scheduler:
         Of up to `most` pages; no more digests are computed than it takes.
         """
         known: list[bytes] = []
+        others = self._prompts()
+        if not others and not self.pages.knows_any:
+            return known, False
         while (digest := self._digest(sequence, len(known), most)) and self.pages.knows(digest):
             known.append(digest)
         at = len(known)
-        others = (other for other in self.running if other.computed < other.target)
         return known, digest is not None and any(
             self._digest(other, at, other.target // PAGE) == digest for other in others
         )
@@ -258,7 +260,7 @@ class Scheduler:
             likeliest = [] if top is None else list(zip(top[0][row], top[1][row], strict=True))
             piece = sequence.push(ids[row], logprob, likeliest)
             self.counts.generated_tokens += 1
-            if len(sequence.ids) - sequence.origin >= (sequence.published + 1) * PAGE:
+            if sequence.length >= (sequence.published + 1) * PAGE:
                 self._publish(sequence)
             if sequence.finish_reason:
                 self._leave(sequence)
@@ -266,7 +268,7 @@ class Scheduler:
 
     def _publish(self, sequence: TokenSequence) -> None:
         """Let others share the pages that are full."""
-        known = min(sequence.computed, len(sequence.ids) - sequence.origin) // PAGE
+        known = min(sequence.computed, sequence.length) // PAGE
         if known > sequence.published:
             prefix = self._prefix(sequence, known)[sequence.published :]
             for page, digest in zip(sequence.pages[sequence.published : known], prefix, strict=False):

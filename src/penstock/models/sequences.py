@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -68,8 +69,8 @@ class Wanted:
 class TokenSequence:
     """A prompt with what was generated after it."""
 
-    def __init__(self, model: LanguageModel, index: int, prompt: list[int], wanted: Wanted) -> None:
-        self.index, self.ids, self.setting = index, list(prompt), wanted.setting
+    def __init__(self, model: LanguageModel, index: int, prompt: Sequence[int], wanted: Wanted) -> None:
+        self.index, self.ids, self.setting = index, array("i", prompt), wanted.setting
         self.max_tokens, self.prompt_length = wanted.max_tokens, len(prompt)
         self.seed = seed_words(wanted.seed)
         self.finish_reason: str | None = None
@@ -95,13 +96,13 @@ class TokenSequence:
         self._digests = []
 
     @property
-    def tokens(self) -> list[int]:
-        """The tokens that are attended to."""
-        return self.ids[self.origin :]
+    def length(self) -> int:
+        """How many tokens are attended to."""
+        return len(self.ids) - self.origin
 
     def digests(self, size: int, count: int) -> list[bytes]:
         """Those of its first `count` pages, or of as many as are full."""
-        if len(self._digests) < min(count, (len(self.ids) - self.origin) // size):
+        if len(self._digests) < min(count, self.length // size):
             tokens = self.ids[self.origin : self.origin + count * size]
             self._digests = digests(tokens, size, self._digests)
         return self._digests[:count]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import attrgetter
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from penstock.execution.executable import Executable
 
 Source = Origin | Node  # a tensor that exists before the call, or a constant
+_node, _value = attrgetter("_actual_node"), attrgetter("_actual_node.value")
 
 
 class Slot:
@@ -130,6 +132,10 @@ class Captured:
                 (_Fixed(source), -1) if isinstance(source, Node) else (source.outside, source.argument)
                 for source in self.inputs
             ]
+        self._outside = [holder for holder, _ in self.holders]
+        self._inside = [
+            (position, at) for position, (holder, at) in enumerate(self.holders) if holder is None
+        ]
         # Tensors from outside, and their nodes when they were last checked, by weak references.
         watched = [origin for origin, *_ in self.guards.kinds]
         self._watched = [origin.outside for origin in watched if origin.outside is not None]
@@ -190,8 +196,10 @@ class Captured:
         """Which of the watched tensors have other nodes than at the last check; None: all may."""
         if len(self._watched) < len(self.guards.kinds):
             return None
-        seen = enumerate(zip(self._seen, self._watched, strict=True))
-        return [at for at, (reference, tensor) in seen if reference() is not tensor._actual_node]
+        nodes, seen = list(map(_node, self._watched)), [reference() for reference in self._seen]
+        if nodes == seen:  # the usual case
+            return []
+        return [at for at, pair in enumerate(zip(nodes, seen, strict=True)) if pair[0] is not pair[1]]
 
     def _same_aliases(self, arguments: Sequence[Tensor]) -> bool:
         known = self.guards.aliases
@@ -253,9 +261,11 @@ class Captured:
             return self._replay_now(arguments)
 
     def _replay_now(self, arguments: list[Tensor]) -> Any:
-        inputs = [
-            (arguments[at] if holder is None else holder)._actual_node.value for holder, at in self.holders
-        ]
+        tensors: list[Any] = list(self._outside)
+        for position, at in self._inside:
+            tensors[position] = arguments[at]
+        inputs = list(map(_value, tensors))
+        del tensors
         if not inputs or None in inputs:
             inputs = [self._node(source, arguments).value for source in self.inputs]
         program: Any = self.program

@@ -13,7 +13,7 @@ from cuda.bindings import nvrtc
 
 from penstock.drivers.binaries import Binaries
 from penstock.drivers.cuda.calls import CudaError, checked
-from penstock.drivers.driver import BEGIN_EARLY, Handles, check_parameter_count
+from penstock.drivers.driver import BEGIN_EARLY, NO_CONTRACTION, Handles, check_parameter_count
 from penstock.errors import CompileError
 
 SLOT = 8  # bytes of an argument in a launch's block; no scalar has more
@@ -35,7 +35,8 @@ def compile_text(text: str, architecture: str) -> bytes:
 
     try:
         # Minimal: without declarations of textures and the like, which take NVRTC 5 ms.
-        program = Program(text, "c++", ProgramOptions(arch=architecture, minimal=True))
+        contracts = not text.startswith(NO_CONTRACTION)
+        program = Program(text, "c++", ProgramOptions(arch=architecture, minimal=True, fma=contracts))
         return bytes(program.compile("cubin").code)
     except Exception as error:  # cuda.core has no public class for it
         raise CompileError(f"NVRTC refused the source:\n{error}") from None
@@ -70,6 +71,11 @@ class Compiler:
     def has(self, text: str) -> bool:
         """Whether the compiled code of a text is on disk."""
         return self.binaries.has(self._key(text))
+
+    def compile_ahead(self, text: str) -> None:
+        """Compile a text to disk. Python goes on in other threads meanwhile."""
+        if not self.has(text):
+            self._code(text)
 
     def _key(self, text: str) -> str:
         return f"{nvrtc.nvrtcVersion()[1:]} {self._architecture}\n{text}"

@@ -31,16 +31,16 @@ class Graph:
 
     def _build(self) -> None:
         graph = checked(cu.cuGraphCreate(0))
-        nodes: dict[Bound, Any] = {}
+        nodes: dict[Bound, list[Any]] = {}  # of each launch, which follow one another
         try:
             dependents = Counter(earlier for before in self._after for earlier in before)
             for number in _soonest(self._after):
                 launch, before = self._bound[number], self._after[number]
-                node = nodes[launch] = launch.add_to(graph, self._queue)
+                own = nodes[launch] = launch.add_to(graph, self._queue)
                 alone = len(before) == 1 and dependents[before[0]] == 1
                 edges = [_edge(self._bound[earlier], launch, alone) for earlier in before]
-                sources = [nodes[self._bound[earlier]] for earlier in before]
-                checked(cu.cuGraphAddDependencies(graph, sources, [node] * len(before), edges, len(before)))
+                sources = [nodes[self._bound[earlier]][-1] for earlier in before]
+                checked(cu.cuGraphAddDependencies(graph, sources, own[:1] * len(before), edges, len(before)))
             native = checked(cu.cuGraphInstantiate(graph, 0))
         except BaseException:
             cu.cuGraphDestroy(graph)

@@ -86,18 +86,18 @@ class Launch:
         if code:
             raise CudaError(code)
 
-    def add_to(self, graph: Any, queue: Queue) -> Any:
+    def add_to(self, graph: Any, queue: Queue) -> list[Any]:
         """Add the launch to a graph as a node."""
         self._node = cu.CUDA_KERNEL_NODE_PARAMS()
         self._node.func = self.function.native
         self._node.gridDimX, self._node.gridDimY, self._node.gridDimZ = self._sizes[:3]
         self._node.blockDimX, self._node.blockDimY, self._node.blockDimZ = self._sizes[3:]
         self._node.kernelParams = self._params
-        return checked(cu.cuGraphAddKernelNode(graph, None, 0, self._node))
+        return [checked(cu.cuGraphAddKernelNode(graph, None, 0, self._node))]
 
-    def update(self, graph: Any, node: Any, queue: Queue) -> None:
+    def update(self, graph: Any, nodes: Sequence[Any], queue: Queue) -> None:
         """Copy the arguments to a node of an executable graph."""
-        checked(cu.cuGraphExecKernelNodeSetParams(graph, node, self._node))
+        checked(cu.cuGraphExecKernelNodeSetParams(graph, nodes[0], self._node))
 
 
 class LibraryCall:
@@ -127,19 +127,29 @@ class LibraryCall:
         except Exception as error:  # any error of a library is a failure of the device
             raise DeviceError(f"{type(error).__name__}: {error}") from error
 
-    def add_to(self, graph: Any, queue: Queue) -> Any:
-        """Add what the library launches to a graph as a node."""
+    def add_to(self, graph: Any, queue: Queue) -> list[Any]:
+        """Add what the library launches to a graph: nodes that follow one another.
+
+        Not as a child graph: CUDA takes longer from a kernel to the next across its border.
+        """
         inside = self._captured(queue)
         try:
-            return checked(cu.cuGraphAddChildGraphNode(graph, None, 0, inside))
+            nodes: list[Any] = []
+            for captured in _in_order(inside):
+                nodes.append(_copied(graph, captured, nodes[-1:]))
+            return nodes
         finally:
             cu.cuGraphDestroy(inside)
 
-    def update(self, graph: Any, node: Any, queue: Queue) -> None:
-        """Replace a node of an executable graph by what the library launches for the present arguments."""
+    def update(self, graph: Any, nodes: Sequence[Any], queue: Queue) -> None:
+        """Replace nodes of an executable graph by what the library launches for the present arguments."""
         inside = self._captured(queue)
         try:
-            checked(cu.cuGraphExecChildGraphNodeSetParams(graph, node, inside))
+            captured = _in_order(inside)
+            if len(captured) != len(nodes):
+                raise CudaError(cu.CUresult.CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE)
+            for node, new in zip(nodes, captured, strict=True):
+                _set(graph, node, new)
         finally:
             cu.cuGraphDestroy(inside)
 
@@ -154,6 +164,53 @@ class LibraryCall:
             cu.cuGraphDestroy(cu.cuStreamEndCapture(queue)[1])
             raise
         return checked(cu.cuStreamEndCapture(queue))
+
+
+def _in_order(graph: Any) -> list[Any]:
+    """The nodes of a graph that was captured from one stream, where each follows the one before."""
+    nodes, _ = checked(cu.cuGraphGetNodes(graph, checked(cu.cuGraphGetNodes(graph))[1]))
+    ends = checked(cu.cuGraphGetEdges(graph, len(nodes) - 1))
+    after = {int(earlier): later for earlier, later in zip(ends[0], ends[1], strict=True)}
+    first = {int(node): node for node in nodes}
+    for later in after.values():
+        del first[int(later)]
+    (node,) = first.values()
+    ordered = [node]
+    while node := after.get(int(node)):
+        ordered.append(node)
+    return ordered
+
+
+def _copied(graph: Any, node: Any, before: Sequence[Any]) -> Any:
+    """A copy of a captured node in another graph."""
+    if _is_kernel(node):
+        parameters = checked(cu.cuGraphKernelNodeGetParams(node))
+        result = checked(cu.cuGraphAddKernelNode(graph, before, len(before), parameters))
+        checked(cu.cuGraphKernelNodeCopyAttributes(result, node))  # such as the sizes of clusters
+        return result
+    parameters, context = checked(cu.cuGraphMemsetNodeGetParams(node)), checked(cu.cuCtxGetCurrent())
+    return checked(cu.cuGraphAddMemsetNode(graph, before, len(before), parameters, context))
+
+
+def _set(graph: Any, node: Any, captured: Any) -> None:
+    """Have a node of an executable graph do what a captured one does."""
+    if _is_kernel(captured):
+        parameters = checked(cu.cuGraphKernelNodeGetParams(captured))
+        checked(cu.cuGraphExecKernelNodeSetParams(graph, node, parameters))
+    else:
+        parameters, context = checked(cu.cuGraphMemsetNodeGetParams(captured)), checked(cu.cuCtxGetCurrent())
+        checked(cu.cuGraphExecMemsetNodeSetParams(graph, node, parameters, context))
+
+
+def _is_kernel(node: Any) -> bool:
+    """Whether a captured node is a kernel; libraries also clear memory, and do nothing else."""
+    kind = checked(cu.cuGraphNodeGetType(node))
+    if kind not in (
+        cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL,
+        cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET,
+    ):
+        raise DeviceError(f"a library launched what is neither a kernel nor a memset: {kind.name}")
+    return bool(kind == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL)
 
 
 class GraphCopy:
@@ -187,13 +244,13 @@ class GraphCopy:
         result.WidthInBytes, result.Height, result.Depth = self._nbytes, 1, 1
         return result
 
-    def add_to(self, graph: Any, queue: Queue) -> Any:
+    def add_to(self, graph: Any, queue: Queue) -> list[Any]:
         """Add the copy to a graph as a node."""
-        return checked(cu.cuGraphAddMemcpyNode(graph, None, 0, self.parameters, self._context))
+        return [checked(cu.cuGraphAddMemcpyNode(graph, None, 0, self.parameters, self._context))]
 
-    def update(self, graph: Any, node: Any, queue: Queue) -> None:
+    def update(self, graph: Any, nodes: Sequence[Any], queue: Queue) -> None:
         """Set where a node of an executable graph copies from and to."""
-        checked(cu.cuGraphExecMemcpyNodeSetParams(graph, node, self.parameters, self._context))
+        checked(cu.cuGraphExecMemcpyNodeSetParams(graph, nodes[0], self.parameters, self._context))
 
 
 Bound = Launch | LibraryCall | GraphCopy

@@ -60,6 +60,8 @@ class CDialect(Dialect):
             f"CONSTANT int {name}_{table.name}[] = {{{', '.join(map(str, table.values))}}};\n"
             for table in kernel.tables
         ]
+        if kernel.counters:
+            tables.append(f"COUNTERS int {name}_{ir.COUNTERS}[{kernel.counters}];\n")
         functions = [_function(function, f"{name}_{function.name}") for function in kernel.functions]
         return "\n".join([*functions, *tables, "\n".join(lines) + "\n"])
 

@@ -53,7 +53,8 @@ class ThreadPrinter(CPrinter):
                 words = ", ".join(map(self.expr, (*totals, *left, *right)))
                 return [f"MULTIPLY_TILES_{dtype.upper()}({words});"]
             case ir.ComesLast(name, counters, index, count, array):
-                asked = f"COMES_LAST({counters} + {self.addend(index)}, {count})"
+                own = f"{self.kernel_name}_" if counters == ir.COUNTERS else ""
+                asked = f"COMES_LAST({own}{counters} + {self.addend(index)}, {self.expr(count)})"
                 first = f"if (THREAD == 0) {array}[0] = {asked};"
                 return ["DEVICE_BARRIER;", first, "BARRIER;", f"int {name} = {array}[0];"]
             case ir.WaitForEarlier():
@@ -73,6 +74,9 @@ class ThreadPrinter(CPrinter):
         if statement.first is None:
             return super().accumulator(statement, lane)
         return f"{statement.target.name}[{_moved(self.expr(statement.first), int(statement.type.width > 1))}]"
+
+    def multiply_add(self, total: str, left: str, right: str) -> str:
+        return f"{total} = FMA({left}, {right}, {total});"
 
     def define_value(self, statement: ir.Let | ir.Declare) -> list[str]:
         name, value, type = statement.name, statement.value, statement.type

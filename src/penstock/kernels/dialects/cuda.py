@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from penstock.drivers.driver import BEGIN_EARLY
+from penstock.drivers.driver import BEGIN_EARLY, NO_CONTRACTION
 from penstock.kernels import ir
 from penstock.kernels.dialects.c_dialect import CDialect
 from penstock.kernels.dialects.thread_prelude import TANH, THREAD_NAMES, THREAD_WORDS
@@ -27,6 +27,7 @@ typedef unsigned long ulong;
 #define LOCAL __shared__
 #define LOCAL_AT
 #define CONSTANT static __constant__
+#define COUNTERS static __device__
 #define DEVICE static __device__ __forceinline__
 #define CALLED static __device__ __noinline__
 #define RESTRICT __restrict__
@@ -90,6 +91,7 @@ DEVICE uint BFLOAT16_PAIR(float a, float b) {
 """
 # The threads of a warp exchange values in the same order, so that all have the same result.
 _THREADS = """
+#define FMA(a, b, c) fma(a, b, c)
 #define BITS_DOUBLE(u) __longlong_as_double(u)
 #define DOUBLE_BITS(x) ((ulong)__double_as_longlong(x))
 #define LOCAL_ADD(counter, more) atomicAdd(&counter, more)
@@ -239,6 +241,7 @@ class Cuda(CDialect):
     compiles_side_by_side = True
     shuffles = True
     device_atomics = True
+    threads_may_end = True
     raw_types: Mapping[str, str] = {dtype: _PLAIN_TYPES.get(word, word) for dtype, word in C_TYPES.items()}
     raw_words = _RAW_WORDS
     raw_global = ""
@@ -254,6 +257,14 @@ class Cuda(CDialect):
         "COMES_LAST": _LAST,
         "CLUSTER_": _CLUSTERS,
     }
+
+    def contracts(self, source: KernelSource) -> bool:
+        """Where values are rounded to 16 bits, or by hand: then the bits depend on what is fused anyway."""
+        return isinstance(source.body, str) or _has_halves(source.body.kernel)
+
+    def whole_text(self, sources: Sequence[KernelSource], preludes: Mapping[str, str]) -> str:
+        text = super().whole_text(sources, preludes)
+        return text if any(map(self.contracts, sources)) else NO_CONTRACTION + text
 
     def text(self, source: KernelSource) -> str:
         """A kernel's text with its launch bounds, or NVRTC gives each thread too many registers.
@@ -278,3 +289,9 @@ def _waits(kernel: ir.KernelIR) -> bool:
     if kernel.functions:
         return all(_waits(function.kernel) for function in kernel.functions)
     return any(isinstance(statement, ir.WaitForEarlier) for statement in ir.walk(kernel.body))
+
+
+def _has_halves(kernel: ir.KernelIR) -> bool:
+    """Whether a kernel, or one of its functions, reads or writes 16-bit floats."""
+    own = any(dtype in ir.HALF_PRECISION for dtype in (*kernel.outputs, *kernel.inputs))
+    return own or any(_has_halves(function.kernel) for function in kernel.functions)

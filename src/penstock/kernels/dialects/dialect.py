@@ -60,6 +60,7 @@ class Dialect(ABC):
     barriers_in_branches = True  # barriers in branches that are uniform over a workgroup
     shuffles = False  # neighbouring threads exchange values without local memory
     device_atomics = False  # workgroups see what others wrote, once an atomic operation told that they did
+    threads_may_end = False  # barriers wait for no thread of the workgroup that has ended
     word_access = False  # memory is words of 4 bytes, which a thread should write whole
     one_kernel_modules = False  # each kernel is compiled by itself
     compiles_side_by_side = False  # several compilers may run at a time, each with some of the kernels
@@ -99,8 +100,13 @@ class Dialect(ABC):
             tuple((array.dtype, array.name, array.length) for array in kernel.arrays),
             kernel.resident,
             kernel.cluster,
+            kernel.block,
             ahead=_ahead(kernel),
         )
+
+    def contracts(self, source: KernelSource) -> bool:
+        """Whether a compiler may contract products and sums; kernels alike in it are compiled together."""
+        return True
 
     @abstractmethod
     def print(self, kernel: ir.KernelIR, name: str) -> str:

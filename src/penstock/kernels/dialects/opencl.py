@@ -138,6 +138,7 @@ _THREADS = """
 #define QUICK_EXP_LESS(x, less) exp((x) - (less))
 #define RECIPROCAL(x) (1 / (x))
 #define QUICK_DIVIDE(a, b) ((a) / (b))
+#define FMA(a, b, c) ((a) * (b) + (c))
 #define FOLD_THREADS(type, x, combined, array, threads) \\
     array[THREAD] = x; \\
     for (int half_ = threads / 2; half_ > 0; half_ /= 2) { \\

@@ -111,14 +111,19 @@ class Printer(ABC):
         """The target of an accumulation."""
         return self.name(statement.target, lane)
 
+    def multiply_add(self, total: str, left: str, right: str) -> str:
+        """A statement that adds a product to a variable."""
+        return f"{total} += {left} * {right};"
+
     def _update(self, statement: ir.Assign | ir.Accumulate | ir.MultiplyAdd, lane: int | None) -> str:
         """A new value for a variable or a lane of it."""
         match statement:
             case ir.Assign(name, value):
                 return f"{self.name(ir.Var(name, value.type), lane)} = {self.expr(value, lane)};"
             case ir.MultiplyAdd(target, left, right):
-                product = f"{self.operand(left, lane)} * {self.operand(right, lane)}"
-                return f"{self.name(target, lane)} += {product};"
+                return self.multiply_add(
+                    self.name(target, lane), self.operand(left, lane), self.operand(right, lane)
+                )
             case ir.Accumulate():
                 sum_, more = self.accumulator(statement, lane), self.expr(statement.value, lane)
                 return f"{sum_} = {self.combine(statement.operation, statement.type, sum_, more)};"

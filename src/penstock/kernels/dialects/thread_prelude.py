@@ -44,11 +44,11 @@ THREAD_WORDS = """
 TANH = """
 DEVICE float tanh_1(float x) {
     float z = x * x;
-    float p = -5.370970716e-2f + z * (2.055340632e-2f - z * 5.617152728e-3f);
-    p = x * (9.999999957e-1f + z * (-3.333325488e-1f + z * (1.333099022e-1f + z * p)));
-    float far = 1.0f - 2.0f * RECIPROCAL(QUICK_EXP(x + x) + 1.0f);
+    float p = FMA(z, FMA(z, -5.617152728e-3f, 2.055340632e-2f), -5.370970716e-2f);
+    p = x * FMA(z, FMA(z, FMA(z, p, 1.333099022e-1f), -3.333325488e-1f), 9.999999957e-1f);
+    float far = FMA(-2.0f, RECIPROCAL(QUICK_EXP(x + x) + 1.0f), 1.0f);
     return z < 0.390625f ? p : far;
 }
 """
 # The words of a text that needs this prelude, with spaces in between.
-THREAD_NAMES = "EACH_LANE( UNIT_FLOAT( LOCAL_ADD( FOLD_THREADS( MAXIMUM( MINIMUM( tanh_1( QUICK_ NEGATE_"
+THREAD_NAMES = "EACH_LANE( FMA( UNIT_FLOAT( LOCAL_ADD( FOLD_THREADS( MAXIMUM( MINIMUM( tanh_1( QUICK_ NEGATE_"

@@ -176,7 +176,7 @@ class ComesLast(Statement):
     name: str
     counters: str
     index: Expr
-    count: int
+    count: Expr
     array: str
 
 
@@ -293,6 +293,7 @@ def walk(body: Sequence[Statement]) -> Iterator[Statement]:
 
 Parameters = list[tuple[str, str]]
 LOCAL_MEMORY = "local_memory"  # the array, of 8-byte items, that a kernel's functions share
+COUNTERS = "counters"  # the integers of the device's memory that a kernel has to itself
 
 
 @dataclass(frozen=True)
@@ -331,6 +332,8 @@ class KernelIR:
     functions: list[Function] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     sizes: int = 0  # parameters size0, size1, ... before the scalars
+    counters: int = 0  # integers, 0 before the first launch, that all launches of the kernel share
+    block: int = 0  # neighbouring results that each workgroup has, if that is all that it writes
 
     @property
     def parameters(self) -> tuple[Parameters, Parameters, Parameters]:

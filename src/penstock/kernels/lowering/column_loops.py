@@ -43,9 +43,13 @@ class ColumnLoops(LoopNest):
         self.take_lanes(kept)
         threads = min(GROUP_THREADS, 1 << self.max_threads.bit_length() - 1)
         rows = self.count(reduced)
-        abreast = self._abreast(threads, rows, size // lanes)
+        abreast = threads // self.order[0] if self.order else self._abreast(threads, rows, size // lanes)
         parts = threads // abreast
-        kernel.grid, kernel.group = (-(-size // (abreast * lanes)),), (threads,)
+        in_turn = len(self.order) > 1
+        self.order = (parts, 1) if in_turn else (parts,)
+        block = abreast * lanes
+        kernel.grid, kernel.group = (-(-size // block),), (threads,)
+        kernel.block = block if all(node.size == size for node in self.group.outputs) else 0
         last = size - lanes
         kernel.body = [
             ir.Let("begin", (ir.WORKGROUP * abreast + ir.THREAD % abreast) * lanes),
@@ -68,7 +72,9 @@ class ColumnLoops(LoopNest):
         starts = [start for name in names.values() for start in sums.start(name)]
         kernel.body += [*inside, *before, *starts, loop]
         names = {node: sums.last(name) for node, name in names.items()}
-        if parts > 1:
+        if parts > 1 and in_turn:
+            kernel.body += self._one_by_one(names, abreast, threads)
+        elif parts > 1:
             kernel.body += self._across(names, abreast, threads)
         emitter.stage = 1
         for node, name in names.items():
@@ -97,6 +103,25 @@ class ColumnLoops(LoopNest):
                 arrays[stored] = self.emitter.local_array("across", stored, threads * self.lanes)
             target, counts = ir.Var(name, ir.Type(dtype, self.lanes)), (ir.Const(abreast), ir.Const(threads))
             result.append(ir.StridedReduce(target, node.primitive.name, arrays[stored], *counts))
+        return result
+
+    def _one_by_one(self, names: dict[Node, str], abreast: int, threads: int) -> list[ir.Statement]:
+        """The same sums as a kernel of rows makes of those that it processes at a time, by their threads."""
+        result: list[ir.Statement] = []
+        for node, name in names.items():
+            kind, part = ir.Type(computed_dtype(node), self.lanes), ir.Var(self.emitter.name("part"))
+            array = self.emitter.local_array("across", kind.dtype, threads)
+            place = ir.THREAD + ir.Var("other") * abreast
+            added = [
+                ir.Let(part.name, ir.Load(kind, array, kind.dtype, place)),
+                ir.Accumulate(ir.Var(name, kind), node.primitive.name, ir.Var(part.name, kind), kind),
+            ]
+            more = ir.loop("other", 1, threads // abreast, added)
+            result += [
+                ir.Store(ir.Var(name, kind), array, kind.dtype, ir.THREAD),
+                ir.Barrier(),
+                ir.If(abreast > ir.THREAD, [more]),
+            ]
         return result
 
     def _by_blocks(self, kept: list[str]) -> Lowered:

@@ -29,10 +29,16 @@ LOOPS: dict[GroupKind, type[LoopNest]] = {
 }
 
 
-def lower(group: Group, capabilities: Capabilities) -> Lowered:
-    """The kernel of a group that has loops."""
+def lower(group: Group, capabilities: Capabilities, shared: bool = False) -> Lowered:
+    """The kernel of a group that has loops; `shared`: of a single operation, one of few for all sizes."""
     gpu = capabilities.vector_width == 1
+    shared = shared and gpu  # on a CPU, all kernels are alike
+    order: tuple[int, ...] = next(
+        (node.attributes["order"] for node in group.nodes if "order" in node.attributes), ()
+    )
     wanted = lanes = _thread_lanes(group, capabilities) if gpu else _vector_lanes(group)
+    if shared:
+        wanted = lanes = order[1] if len(order) > 1 else 1
     word_access = dialect_of(capabilities).word_access
     splits: list[tuple[str, int]] = []
     borders: set[tuple[str, int]] = set()  # of variables, which vectors must not cross
@@ -42,13 +48,13 @@ def lower(group: Group, capabilities: Capabilities) -> Lowered:
             trial = loops(group, capabilities, 1, splits, [])
             trial.build()
             merges = trial.merges()
-            if group.kind.is_map and (lanes == 1 or not word_access):
+            if group.kind.is_map and (lanes == 1 or not word_access) and not shared:
                 tiled = TiledLoops(group, capabilities, 1 if gpu else lanes, splits, merges)
                 if tiled.finds_use(trial):
                     return tiled.build()
             nest = loops(group, capabilities, lanes, splits, merges)
-            nest.borders = borders
-            if gpu and group.kind.is_map:
+            nest.borders, nest.shared, nest.order = borders, shared, order
+            if gpu and group.kind.is_map and not shared:
                 nest.turns = _turns(group, lanes, wanted, capabilities)
             return nest.build()
         except BorderCrossed as crossed:

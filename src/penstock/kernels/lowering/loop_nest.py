@@ -26,10 +26,16 @@ _MOST_UNROLLED = 8  # statements of the loop's body
 
 @dataclass(frozen=True)
 class Lowered:
-    """A group's kernel in the IR, and for each output the inputs that it may overwrite."""
+    """A group's kernel in the IR, and for each output the inputs that it may overwrite.
+
+    `order` is that of a GPU's sums: how many threads share a row, the neighbours that each takes, and the
+    rows that are processed at a time; or the threads that share a column, and 1 if their sums are added up
+    one after the other, rather than in pairs.
+    """
 
     kernel: ir.KernelIR
     may_alias: tuple[tuple[int, ...], ...]
+    order: tuple[int, ...] = ()
 
 
 class LoopNest:
@@ -53,6 +59,8 @@ class LoopNest:
         self.turns = 1  # of a GPU's thread of a map: items, or vectors of neighbours, that it computes
         self.streams = False  # whether a CPU writes whole vectors past its caches
         self.borders: Set[tuple[str, int]] = set()  # of variables, which vectors must not cross
+        self.shared = False  # whether a GPU's kernel should be one of few, for all sizes
+        self.order: tuple[int, ...] = ()  # of sums, where it is given: see `Lowered`
         self._splits = splits
         self._lengths: dict[str, int] = {}
         self._axes: list[list[str]] = []  # the variables of each call of `axes`
@@ -245,7 +253,7 @@ class LoopNest:
 
     def lowered(self) -> Lowered:
         """The result, once everything is built."""
-        return Lowered(self.emitter.kernel, self.may_alias())
+        return Lowered(self.emitter.kernel, self.may_alias(), self.order)
 
 
 def at_most(begin: ir.Expr, size: int, limit: ir.Expr) -> ir.Expr:

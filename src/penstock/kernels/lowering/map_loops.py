@@ -120,7 +120,7 @@ class MapLoops(LoopNest):
         self._body()
         body = [*self._place_of_item(names), *emitter.bodies[0], *emitter.leave()]
         item = ir.Let("item", ir.WORKGROUP * GROUP_THREADS + ir.THREAD)
-        kernel.body = [item, *_below(size, body, GROUP_THREADS)]
+        kernel.body = [item, *_below(size, body, 0 if self.shared else GROUP_THREADS)]
         return self.lowered()
 
     def _place_of_item(self, names: list[str]) -> list[ir.Statement]:
@@ -184,13 +184,16 @@ class MapLoops(LoopNest):
             return total
 
         best = min(reversed(names), key=traffic, default="")
-        if not best or self.count([best]) < _NEIGHBOURS:
+        if not best or self.count([best]) < _NEIGHBOURS or self.shared:
             return names
         return [*(name for name in names if name != best), best]
 
 
 def _below(size: int, body: list[ir.Statement], together: int) -> list[ir.Statement]:
-    """Statements for an item, if it is one of `size`, which workgroups divide into parts of `together`."""
+    """Statements for an item, if it is one of `size`, which workgroups divide into parts of `together`.
+
+    0: into parts that are not known.
+    """
     # Unsigned, because the last workgroup may reach beyond the largest int32.
     inside = ir.Var("item").cast("uint32") < ir.Const(size, ir.Type("uint32"))
-    return [ir.If(inside, body)] if size % together else body
+    return [ir.If(inside, body)] if not together or size % together else body

@@ -87,9 +87,12 @@ class RowLoops(VectorsOfRows):
         if self.gpu:
             self.take_lanes(self._inner)
             self._threads, together = self._divide(rows)
+            self.order = self._threads, self.lanes, together
             part_rows = self._part_rows() or together * self._turns(-(-rows // together))  # of a workgroup
             kernel.grid, kernel.group = (-(-rows // part_rows),), (self._threads * together,)
-            self._uneven = rows % part_rows > 0  # some workgroups would have rows beyond the last
+            # Some workgroups would have rows beyond the last.
+            self._uneven = rows % part_rows > 0 or self.shared
+            kernel.block = part_rows if all(node.size == rows for node in self.group.outputs) else 0
             if self._threads > _FEW_THREADS:
                 kernel.resident = max(1, _RESIDENT // self._threads)
             first = ir.WORKGROUP * part_rows
@@ -124,7 +127,7 @@ class RowLoops(VectorsOfRows):
             elif part_rows > together:
                 kernel.body = [self._over_rows(kernel.body, part_rows, together)]
             single = sum(any(self._results_of(stage)) for stage in range(self._first_pass, passes)) == 1
-            once = read_once(self.group, rows * columns) if single else []
+            once = read_once(self.group, rows * columns) if single and not self.shared else []
             if part_rows == together:
                 kernel.body = self._around(before_rows, kernel.body, bool(once))
             else:
@@ -197,6 +200,10 @@ class RowLoops(VectorsOfRows):
     def _divide(self, rows: int) -> tuple[int, int]:
         """How many threads share a row, and how many rows a workgroup processes at a time."""
         most = min(_MOST_THREADS, self.max_threads)
+        if self.shared:
+            usual = _WARP if self.group.columns <= _ITEMS * _WARP else min(_LONG_THREADS, most)
+            threads = self.order[0] if self.order else usual
+            return threads, max(1, min(_FEW_THREADS, most) // threads)
         vectors = self.group.columns // self.lanes
         if not any(self._levels.values()):  # no rows are reduced
             return min(most, _LONG_THREADS, 1 << (vectors - 1).bit_length()), 1
@@ -205,7 +212,8 @@ class RowLoops(VectorsOfRows):
             threads = self._busiest_threads(vectors)
         while self._column_sums and -(-vectors // threads) * self.lanes > _ITEMS:
             threads *= 2  # they are in registers
-        while 2 * threads <= min(most, vectors) and rows * threads < _BUSY * self.units:
+        enough = self._reads_at_once(rows, threads)
+        while 2 * threads <= min(most, vectors) and rows * threads < _BUSY * self.units and not enough:
             threads *= 2
         together = max(1, min(_FEW_THREADS, most) // threads)
         while (self._part_rows() or rows) % together and not self._may_be_uneven():
@@ -213,6 +221,19 @@ class RowLoops(VectorsOfRows):
         if threads * together < _WARP:  # a warp exchanges values among all its threads
             threads, together = _WARP, 1
         return threads, together
+
+    def _reads_at_once(self, rows: int, threads: int) -> bool:
+        """Whether a single row is only reduced, by threads that have all their items on the way at once.
+
+        More of them would not save time, and the last workgroup of another kernel may have no more.
+        """
+        stored = self._column_sums or any(map(self._is_whole, self.group.outputs))
+        return (
+            rows == 1
+            and max(self._levels.values()) == 1
+            and not stored
+            and self.group.columns <= _ITEMS * threads
+        )
 
     @staticmethod
     def _busiest_threads(vectors: int) -> int:
@@ -309,7 +330,7 @@ class RowLoops(VectorsOfRows):
 
     def _fits_registers(self) -> bool:
         """Whether a thread's part of a row is so short that loops over it are unrolled."""
-        return self._own_items() <= _ITEMS
+        return self._own_items() <= _ITEMS and not self.shared
 
     def _pass(self, stage: int, keep: list[Node], whole: bool = True) -> None:
         """A pass over a row; with `whole` False, over the vector that is kept for all rows."""

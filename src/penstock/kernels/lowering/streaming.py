@@ -28,6 +28,8 @@ def read_once(group: Group, whole: int) -> list[Node]:
 def hinted(body: list[ir.Statement], group: Group, once: Collection[Node]) -> list[ir.Statement]:
     """Statements whose reads of some inputs leave the caches to what is read again."""
     names = {f"in{at}" for at, node in enumerate(group.inputs) if node in once}
+    if not names:
+        return body
 
     def change(tree: Any) -> Any:
         return replace(tree, once=True) if isinstance(tree, ir.Load) and tree.buffer in names else None

@@ -127,7 +127,8 @@ def _in_parts(kind: _Extreme, capabilities: Capabilities, parts: int) -> Lowerin
     """For a GPU: a workgroup for each part of a row, and then one for each row, which compares the parts."""
     share = -(-kind.length // parts)
     parts = -(-kind.length // share)
-    threads = group_size(max(share // _EACH, 32), capabilities)
+    compared = group_size(2 * parts - 1, capabilities)
+    threads = max(group_size(max(share // _EACH, 32), capabilities), compared)  # so that the last can compare
     k = KernelBuilder("extreme_of_part", capabilities, [kind.dtype, "int32"], [kind.dtype])
     begin = k.let("begin", k.group() // parts * kind.length)
     start = k.let("start", k.group() % parts * share)
@@ -137,15 +138,14 @@ def _in_parts(kind: _Extreme, capabilities: Capabilities, parts: int) -> Lowerin
         k.store(k.outputs[0], k.group(), best)
         k.store(k.outputs[1], k.group(), best_index)
     of_parts = k.source((kind.outer * parts,), (threads,))
-    threads = group_size(2 * parts - 1, capabilities)
     k = KernelBuilder("extreme_of_parts", capabilities, ["int64"], [kind.dtype, "int32"])
     place = k.let("place", k.group() * parts + k.call("minimum", k.thread, parts - 1))
     best = k.variable("best", k.load(k.inputs[0], place))
     best_index = k.variable("best_index", k.load(k.inputs[1], place))
-    _compare(kind, k, best, best_index, threads)
+    _compare(kind, k, best, best_index, compared)
     with k.when(k.thread.eq(0)):
         k.store(k.outputs[0], k.group(), best_index)
-    joined = k.source((kind.outer,), (threads,))
+    joined = k.source((kind.outer,), (compared,))
     scratch = (kind.outer * parts * item_size(kind.dtype), kind.outer * parts * 4)
     return Lowering((Launch(of_parts, (2, 3, 1)), Launch(joined, (0, 2, 3), operations=0)), scratch)
 

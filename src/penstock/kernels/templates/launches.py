@@ -42,6 +42,7 @@ class Lowering:
     may_alias: tuple[tuple[int, ...], ...] = ()  # for each output, the inputs that it may overwrite
     restores: tuple[int, ...] = ()  # inputs that a launch changes, and that are as they were at its end
     function: Callable[..., None] | None = None  # of the host or a library, instead of text
+    order: tuple[int, ...] = ()  # of a GPU's sums: see `Lowered`
     # The results of `costs` for its groups, by which of their buffers share memory.
     known_costs: dict[tuple[int, ...], list[Cost]] = field(
         default_factory=dict, init=False, compare=False, repr=False

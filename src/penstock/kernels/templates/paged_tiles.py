@@ -49,16 +49,24 @@ def by_tiles(
     warp = _Warp(k, sizes, unit, Memory(pages.name, "uint32"), (begin, stored))
     blocks = max(min(_MOST_BLOCKS[sizes.size], sizes.share // (_WARPS * TILE)), 1)
     each = _WARPS * blocks * TILE
-    # The pages of the next positions are looked up before keys are waited for.
-    ahead = [k.variable(f"page{block}", warp.page(start, block, blocks)) for block in range(blocks)]
+    pages_of_tiles = [k.variable(f"page{block}", warp.page(start, block, blocks)) for block in range(blocks)]
+
+    def read(base: Expr) -> list[_Block]:
+        tiles = [warp.read(base, block, blocks, page) for block, page in enumerate(pages_of_tiles)]
+        for block, page in enumerate(pages_of_tiles):  # of the next positions, before keys are waited for
+            k.assign(page, warp.page(base + each, block, blocks))
+        return tiles
+
+    # The first positions are on their way while earlier launches still compute the queries.
+    first = read(start)
     if step is not None:
+        step.wait(k)
         step.begin(k, sizes, unit, MORE_THREADS, sizes.size)
     warp.take_queries(step)
-    with k.loop("base", start, stored, each) as base:
-        read = [warp.read(base, block, blocks, page) for block, page in enumerate(ahead)]
-        for block, page in enumerate(ahead):
-            k.assign(page, warp.page(base + each, block, blocks))
-        for tile in read:
+    for tile in first:
+        warp.take(tile)
+    with k.loop("base", start + each, stored, each) as base:
+        for tile in read(base):
             warp.take(tile)
     if step is not None:
         step.put(k, unit, last, new.eq(1))

@@ -169,6 +169,9 @@ def kernel_of(name: str, sizes: Sizes, capabilities: Capabilities) -> KernelBuil
 class Step(Protocol):
     """The operands of a step, which put the last position of each row into its pages."""
 
+    def wait(self, k: KernelBuilder) -> None:
+        """Wait for what computes the operands, after reads of pages, table, positions and flags only."""
+
     def begin(self, k: KernelBuilder, sizes: Sizes, unit: Unit, threads: int, padded: int) -> None:
         """Have queries, keys and values in local memory, in rows of so many items."""
 

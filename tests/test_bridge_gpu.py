@@ -1,0 +1,345 @@
+"""The bridge on GPUs: single operations give the bits of fused kernels, and nothing new waits for a compiler.
+
+Bits are those of PoCL with the kernels of a GPU of many compute units. What is compiled when is told by a
+CUDA device that computes nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import examples, opencl_threads, until
+from test_cuda_sources import Imagined
+from test_random_graphs import grown
+from test_same_bits import EXPRESSIONS
+
+import penstock as ps
+from penstock import Device, nn
+from penstock.config import Settings
+from penstock.drivers.cuda import compile_text
+from penstock.drivers.driver import NO_CONTRACTION
+from penstock.execution import ahead, ahead_gpu
+from penstock.execution.executable import Executable
+from penstock.execution.realize import executables
+from penstock.execution.sources import kernel_sources
+from penstock.execution.structure import Structure
+from penstock.graph.dtypes import HALF_PRECISION
+from penstock.graph.node import Kind, Node, leaf
+from penstock.graph.separate import NotSeparable
+from penstock.kernels.lower import without_shape
+
+Function = Callable[[ps.Tensor], ps.Tensor]
+UNITS = 132
+
+
+def values(*shape: int) -> np.ndarray:
+    return np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32)
+
+
+def over_threads(units: int = UNITS) -> Device:
+    driver = opencl_threads()
+    driver.capabilities = replace(driver.capabilities, compute_units=units)
+    return Device.over(driver, Settings(compile_ahead=False))
+
+
+@pytest.fixture(scope="module")
+def threads() -> Iterator[Device]:
+    device = over_threads()
+    yield device
+    device.close()
+
+
+def both(device: Device, wanted: list[Node]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The values of nodes by the fused program, and by that of single operations."""
+    structure, own = Structure(wanted, device.capabilities), executables(device)
+    given = [node.value for node in structure.inputs], structure.constants()
+    programs = own.build(structure), Executable(own._separate(structure), device, own.kernels)
+    fused, single = (
+        [
+            device.download(buffer, node.dtype, node.shape).wait()
+            for node, buffer in zip(structure.nodes, program.run(*given), strict=False)
+        ]
+        for program in programs
+    )
+    return fused, single
+
+
+def check_bits(device: Device, function: Function, shape: tuple[int, ...]) -> None:
+    fused, single = both(device, [function(ps.asarray(values(*shape), device=device))._node])
+    assert fused[0].tobytes() == single[0].tobytes()
+
+
+# Bits
+
+
+@pytest.mark.slow("(300, 130)", "(5, 7)", "sort")
+@pytest.mark.parametrize("shape", [(300, 130), (5, 7), (41, 204)], ids=str)
+@pytest.mark.parametrize("name", [name for name in EXPRESSIONS if name != "half precision"])
+def test_single_operations_give_the_bits_of_a_fused_kernel(
+    threads: Device, name: str, shape: tuple[int, int]
+) -> None:
+    check_bits(threads, EXPRESSIONS[name], shape)
+
+
+def with_sums(x: ps.Tensor) -> ps.Tensor:
+    y = ps.tanh(x) * 2
+    return y + ps.sum(y, axis=0)
+
+
+def rows_with_sums(x: ps.Tensor) -> ps.Tensor:
+    y = nn.functional.softmax(x, axis=1)
+    return y + ps.sum(y, axis=0) + ps.sum(y * x, axis=0)
+
+
+SUMS: dict[str, tuple[Function, tuple[int, int]]] = {
+    "rows read through views": (lambda x: ps.sum(x[:, 1:] * x[:, :-1], axis=1), (30, 501)),
+    "rows of an odd length": (lambda x: ps.sum(x * 3, axis=1), (64, 101)),
+    "rows of few items": (lambda x: ps.prod(x * 3, axis=1), (1000, 6)),
+    "rows of truth values": (lambda x: ps.mean((x > 0).astype(ps.float32), axis=1), (100, 1024)),
+    "long rows": (lambda x: ps.sum(ps.exp(x), axis=1), (3, 70_001)),
+    "norms of rows": (lambda x: nn.functional.layer_norm(x, (768,)) * 2 + x, (20, 768)),
+    "columns": (lambda x: ps.sum(ps.exp(x) * x, axis=0), (1000, 30)),
+    "columns beside a map": (with_sums, (2048, 64)),
+    "wide columns beside a map": (with_sums, (2048, 1024)),
+    "columns beside rows": (rows_with_sums, (2048, 64)),
+    "all": (lambda x: ps.sum(x * x), (300, 1000)),
+    "two of the same columns": (lambda x: ps.sum(x, axis=0) * ps.sum(x * x, axis=0), (100, 40)),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_are_in_the_order_of_the_fused_kernel(threads: Device, name: str) -> None:
+    check_bits(threads, *SUMS[name])
+
+
+@pytest.mark.parametrize("first", [4000, 4100])
+def test_random_graphs_have_the_same_bits(threads: Device, first: int) -> None:
+    checked = 0
+    for seed in range(first, first + examples(20, quick=4)):
+        _, wanted = grown(seed, 30, 0, lambda array: leaf(threads.upload(array), array.shape, array.dtype))
+        structure = Structure(wanted, threads.capabilities)
+        if any(node.dtype in HALF_PRECISION for node in (*structure.operations, *structure.inputs)):
+            continue
+        for fused, single in zip(*both(threads, wanted), strict=True):
+            np.testing.assert_array_equal(fused, single, err_msg=f"seed {seed}")
+        checked += 1
+    assert checked
+
+
+@pytest.mark.parametrize("name", ["softmax", "std", "gelu"])
+def test_each_operation_has_a_kernel_and_a_launch_of_its_own(threads: Device, name: str) -> None:
+    x = ps.asarray(values(40, 30), device=threads)
+    structure = Structure([EXPRESSIONS[name](x)._node, (x + 1)._node], threads.capabilities)
+    own = executables(threads)
+    schedule = own._separate(structure)
+    for step in schedule.groups:
+        kinds = [node.primitive.kind for node in step.group.nodes if not node.primitive.same_bytes]
+        assert len([kind for kind in kinds if kind is not Kind.CREATION]) == 1, step
+    assert all(source.alone for source in kernel_sources(schedule, threads, own.kernels))
+    assert len({step.turn for step in schedule.steps}) == len(schedule.steps)
+
+
+def test_what_only_a_fused_kernel_adds_up_is_not_separable() -> None:
+    device = over_threads(units=1)
+    x = ps.asarray(values(2608, 600), device=device)  # parts of 1304 rows, one after the other
+    structure = Structure([with_sums(x)._node], device.capabilities)
+    with pytest.raises(NotSeparable, match="only a fused kernel"):
+        executables(device)._separate(structure)
+    device.close()
+
+
+def test_maps_of_one_size_share_what_was_lowered(threads: Device) -> None:
+    own = executables(threads)
+
+    def groups(*shape: int) -> Any:
+        x = ps.asarray(values(*shape), device=threads)
+        structure = Structure([(ps.exp(x) * 2 - x)._node], threads.capabilities)
+        schedule = own._separate(structure)
+        calls = [call for step in schedule.groups for call in step.calls]
+        return [step.group for step in schedule.groups], calls
+
+    groups(7, 9), groups(11, 13)
+    (first, first_calls), (second, second_calls) = groups(20, 30), groups(5, 6, 7)
+    assert [*map(without_shape, first)] == [*map(without_shape, second)]
+    for call, other in zip(first_calls, second_calls, strict=True):
+        assert call.source.name == other.source.name
+        assert (call.scalars, other.scalars) == ((600,), (210,))
+    fused, single = both(threads, [(ps.exp(ps.asarray(values(1, 500), device=threads)) * 2)._node])
+    assert fused[0].tobytes() == single[0].tobytes()
+
+
+# Contraction
+
+
+def test_nothing_of_float32_is_contracted() -> None:
+    product = 'extern "C" __global__ void k(float *x) { x[0] = x[1] * x[2] + x[3]; }'
+    explicit = product.replace("x[1] * x[2] + x[3]", "fmaf(x[1], x[2], x[3])")
+    assert compile_text(product, "sm_90") == compile_text(explicit, "sm_90")
+    assert compile_text(NO_CONTRACTION + product, "sm_90") != compile_text(NO_CONTRACTION + explicit, "sm_90")
+
+
+def test_kernels_of_16_bit_floats_are_compiled_apart_from_others() -> None:
+    device = Device.over(Imagined(), Settings(compile_ahead=False))
+    kernels, x = executables(device).kernels, ps.asarray(values(64, 64), device=device)
+    half = ps.asarray(values(64, 64), device=device).astype(ps.bfloat16).realize()
+    nodes = [(x * 2 + 1)._node, (half * 2 + 1)._node]
+    schedules = [executables(device).schedule(Structure([node], device.capabilities)) for node in nodes]
+    sources = [source for plan in schedules for source in kernel_sources(plan, device, kernels)]
+    parts = kernels._parts(sources)
+    assert len(parts) == 2
+    assert [kernels._text(part).startswith(NO_CONTRACTION) for part in parts] == [True, False]
+    device.close()
+
+
+# The bridge
+
+
+class Compiled(Imagined):
+    """A CUDA device that keeps what it compiles, and knows which texts it was given."""
+
+    keeps_compiled = True  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_disk: set[str] = set()
+        self.late: list[str] = []  # texts that somebody had to wait for
+
+    def has_compiled(self, source: str) -> bool:
+        return source in self.on_disk
+
+    def compile(self, source: Any, signatures: Any) -> Any:
+        if isinstance(source, str) and source not in self.on_disk:
+            self.late.append(source)
+        return super().compile(source, signatures)
+
+    def compile_ahead(self, source: str, signatures: Any) -> None:
+        self.on_disk.add(source)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    monkeypatch.setattr(ahead.Ahead, "_is_done", lambda self: True)  # only the wanted kernels are compiled
+    made = Device.over(Compiled(), Settings(compile_ahead=True))
+    yield made
+    made.close()
+
+
+def compile_single_operations(device: Device, tensor: ps.Tensor) -> None:
+    own, driver = executables(device), device.driver
+    assert isinstance(driver, Compiled)
+    schedule = own._separate(Structure([tensor._node], device.capabilities))
+    for source in kernel_sources(schedule, device, own.kernels):
+        driver.on_disk.add(own.kernels._text([source]))
+
+
+BRIDGED: dict[str, Function] = {
+    "a row kernel": lambda x: nn.functional.softmax(ps.exp(x) * 0.7 - x, axis=1),
+    "kernels that share a launch": lambda x: ps.mean(x, axis=1).sum() + ps.max(x, axis=0).sum(),
+    "a product": lambda x: ps.tanh(x @ x.T),
+    "integers": lambda x: ps.sum(ps.where(x > 0, 1, 2), axis=0) % 3,
+}
+
+
+@pytest.mark.parametrize("name", BRIDGED)
+def test_a_new_expression_waits_for_no_compiler(cuda: Device, name: str) -> None:
+    driver, own, function = cuda.driver, executables(cuda), BRIDGED[name]
+    assert isinstance(driver, Compiled)
+    x = ps.asarray(values(40, 30), device=cuda)
+    compile_single_operations(cuda, function(x))
+    function(x).realize()
+    assert len(own._bridges) == 1
+
+    def has_program() -> bool:
+        function(x).realize()
+        return len(own._programs) == 1
+
+    until(has_program)
+    assert not own._bridges
+    assert not driver.late
+
+
+@pytest.mark.parametrize("where", ["input", "inside"])
+def test_16_bit_floats_wait_as_before(cuda: Device, where: str) -> None:
+    x = ps.asarray(values(40, 30), device=cuda)
+    if where == "input":
+        x = x.astype(ps.bfloat16).realize()
+    wanted: Callable[[], ps.Tensor] = lambda: ps.exp(x.astype(ps.float32)) * 2  # noqa: E731
+    if where == "inside":
+        wanted = lambda: ps.exp(x.astype(ps.bfloat16)) * 2  # noqa: E731
+    before = len(executables(cuda)._programs)
+    compile_single_operations(cuda, wanted())
+    wanted().realize()
+    assert not executables(cuda)._bridges
+    assert len(executables(cuda)._programs) == before + 1
+
+
+def test_a_step_that_ends_at_once_does_not_put_the_thread_to_sleep(
+    cuda: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = executables(cuda)._ahead
+    assert own is not None
+
+    def submit(step: Callable[[], None]) -> None:
+        threading.Thread(target=step).start()
+        time.sleep(0.02)  # in which it ends, but for what comes next
+
+    monkeypatch.setattr(own, "_thread", type("Threads", (), {"submit": staticmethod(submit)}))
+    for _ in range(3):
+        own.compile([]).result(10)
+
+
+def test_python_goes_on_while_nvrtc_compiles() -> None:
+    steps = " ".join(f"y = sinf(y) * expf(y) + tanhf(y) * {k}.5f;" for k in range(20))
+    compile_text('extern "C" __global__ void k() {}', "sm_90")  # which imports the compiler
+    longest, ends = 0.0, threading.Event()
+
+    def look() -> None:
+        nonlocal longest
+        before = time.perf_counter()
+        while not ends.is_set():
+            time.sleep(0.001)
+            now = time.perf_counter()
+            longest, before = max(longest, now - before), now
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    start = time.perf_counter()
+    compile_text(f'extern "C" __global__ void k(float *x) {{ float y = x[0]; {steps} x[0] = y; }}', "sm_90")
+    taken = time.perf_counter() - start
+    ends.set()
+    thread.join()
+    assert longest < taken / 3
+
+
+@pytest.mark.slow
+def test_the_list_has_kernels_for_all_sizes_of_an_expression(cuda: Device) -> None:
+    own = executables(cuda)._ahead
+    assert own is not None
+    for _ in own._listed():
+        pass
+    assert isinstance(cuda.driver, Compiled)
+    assert len(cuda.driver.on_disk) < 400
+    expressions = [
+        BRIDGED["a product"],
+        *(BRIDGED[name] for name in BRIDGED if name != "a product"),
+        *(EXPRESSIONS[name] for name in ("std", "gelu", "columns", "gradient", "moves")),
+        lambda x: nn.functional.layer_norm(x[1:, ::2], (x[1:, ::2].shape[1],)).T,
+    ]
+    for shape in ((40, 30), (57, 61), (301, 8), (5, 1000), (700, 77), (64, 64)):
+        large = shape[0] ** 2 * shape[1] > 1 << 21  # a library would multiply it
+        for function in expressions if not large else expressions[1:]:
+            tensor = function(ps.asarray(values(*shape), device=cuda))
+            schedule = executables(cuda)._separate(Structure([tensor._node], cuda.capabilities))
+            assert not executables(cuda)._missing(schedule), (shape, tensor)
+
+
+def test_operations_that_are_listed_together_are_alike() -> None:
+    for nodes in ahead_gpu.gpu_operations():
+        assert len({(node.primitive.name, str(node.dtype)) for node in nodes}) == 1
+        assert len(nodes) > 1
