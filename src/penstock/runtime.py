@@ -31,7 +31,6 @@ from penstock.stream.stream import Stream
 from penstock.stream.watching import Watched
 
 _MOST_SUBGRAPHS = 1024
-_MOST_EXAMPLES = 1024
 _MUCH_IDLE = 64 << 20  # bytes that are worth a wait to give back
 
 T = TypeVar("T")
@@ -63,9 +62,7 @@ class Device:
         self.running = threading.RLock()  # held while values are computed, or a program is recorded
         self.executables: Any = None  # the cache of `penstock.execution.realize`
         self.subgraphs = LRU[Hashable, Any](_MOST_SUBGRAPHS)  # recorded graphs that are reused
-        self.examples = LRU[Hashable, Any](
-            _MOST_EXAMPLES
-        )  # the same of slices and the like, which may be many
+        self.examples = LRU[Hashable, Any](_MOST_SUBGRAPHS)  # of slices and the like, which may be many
         # Pending nodes of parameters that were changed in place; the next run computes them too.
         self.updated: dict[int, weakref.ref[Any]] = {}
         self.dispatcher: Any = None  # of `auto`: places programs on several devices
