@@ -176,7 +176,7 @@ def test_what_turns_out_slow_goes_back_to_the_threads(
 ) -> None:
     monkeypatch.setattr(inline, "_QUICK_SECONDS", 0.0)
     x = matrix(device)
-    for _ in range(20):
+    for _ in range(2 * inline._TRIALS):
         ps.exp(x).realize()
         device.sync()
     assert len(runs) == inline._TRIALS

@@ -26,8 +26,8 @@ _MOST_WORK = 1 << 20  # operations and bytes of a launch that may be tried: more
 _OFTEN = 64  # launches of every kernel of a program before it is compiled
 _QUIET_SECONDS = 1.0  # since somebody waited for the compiler, who may need it again
 _PAUSE_SECONDS = 0.05
-_TRIALS = 8  # launches after which it is known whether they are quick; the least time of them counts
-_QUICK_SECONDS = 8e-6  # that a launch may take: less than threads take beside the work itself
+_TRIALS = 16  # launches after which it is known whether they are quick; the least time of them counts
+_QUICK_SECONDS = 10e-6  # that a launch may take: less than threads take beside the work itself
 _MOST_WAITING = 64  # programs
 _enqueue_kernel: Any = cl.enqueue_nd_range_kernel  # see `driver`
 
