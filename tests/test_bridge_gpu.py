@@ -294,6 +294,23 @@ def test_a_step_that_ends_at_once_does_not_put_the_thread_to_sleep(
         own.compile([]).result(10)
 
 
+def test_the_list_waits_while_the_device_has_work(cuda: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, now = executables(cuda)._ahead, time.perf_counter()
+    assert own is not None
+    x = ps.asarray(values(40, 30), device=cuda)
+    step = ps.jit(lambda x: x + 1)  # which is built at first, and then only launched
+    step(x)
+    monkeypatch.setattr(ahead, "perf_counter", lambda: now)
+    now += 100
+    own._is_quiet()
+    now += 100
+    assert own._is_quiet(), "nothing happened for long"
+    step(x)
+    assert not own._is_quiet()
+    now += 100
+    assert own._is_quiet()
+
+
 def test_python_goes_on_while_nvrtc_compiles() -> None:
     steps = " ".join(f"y = sinf(y) * expf(y) + tanhf(y) * {k}.5f;" for k in range(20))
     compile_text('extern "C" __global__ void k() {}', "sm_90")  # which imports the compiler

@@ -31,7 +31,7 @@ from penstock.execution.executable import Executable
 from penstock.execution.realize import executables
 from penstock.execution.structure import Structure
 from penstock.graph import contraction, elementwise, quantization, reducing, shaping
-from penstock.graph.dtypes import bfloat16
+from penstock.graph.dtypes import bfloat16, checked
 from penstock.graph.node import Node, leaf, placeholder
 from penstock.graph.paged_attention import paged_attention
 from penstock.kernels.cache import KernelCache, whole_text
@@ -364,6 +364,14 @@ def test_generated_kernels_wait_before_they_read(device: Device, given: Given) -
     (source,) = gathered.sources.values()
     body = whole_text([source], "cuda").partition(f" {source.name}(")[2]
     assert 0 < body.index("WAIT_FOR_EARLIER;") < body.index("in0 +=")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_sums_of_very_short_rows_compile(dtype: str) -> None:
+    """Nothing else of the words for threads is in them."""
+    x = placeholder((1 << 20, 3), checked(dtype))
+    (call,) = _calls(reducing.sum_(x, (1,)), [x])
+    assert compile_text(whole_text([call.source], "cuda"), "sm_90").startswith(b"\x7fELF")
 
 
 def _calls(wanted: Node, inputs: Sequence[Node]) -> list[Call]:

@@ -20,7 +20,6 @@ from penstock.fusion.views import base
 from penstock.graph.channels_last import channels_last
 from penstock.graph.linear import few_rows
 from penstock.graph.node import Node
-from penstock.graph.pairs import in_pairs
 from penstock.graph.quantization import computes_row
 from penstock.graph.sums import join_sums
 from penstock.graph.unstack import unstack
@@ -42,15 +41,14 @@ def order_channels(state: Compilation, target: Target) -> Compilation:
 def rewrite_products(state: Compilation, target: Target) -> Compilation:
     """On a CPU, unstack products, join the terms of sums, and lay out what many products read.
 
-    On a GPU, turn products with vectors into sums, and small ones of the same rows into pairs. A CPU runs
-    separate small products in a single launch, so stacking their matrices would only cost copies.
+    On a GPU, turn products with vectors into sums. A CPU runs separate small products in a single launch, so
+    stacking their matrices would only cost copies.
     """
     can = target.capabilities
     if not can.compiles:
         return state
     if target.gpu:
-        wanted = in_pairs(few_rows(vectors_as_sums(state.wanted), can), can)
-        return replace(state, wanted=wanted)
+        return replace(state, wanted=few_rows(vectors_as_sums(state.wanted), can))
     wanted = join_sums(unstack(state.wanted))
     # Kernels of single operations are few, and read matrices as they are.
     return replace(state, wanted=lay_out_panels(wanted, can) if target.fuses else wanted)

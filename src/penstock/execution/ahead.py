@@ -58,7 +58,7 @@ _COMPARISONS = ("equal", "not_equal", "less", "less_equal", "greater", "greater_
 _OF_NUMBERS = ("subtract", "multiply", "divide", "equal")  # which gradients have of two constants
 _CASTS = ((float32, float16), (float16, float32), (int64, float32), (int32, float32))
 _LIST = _SHAPES, _ROWS, _PRODUCTS, _SQUARES, _COLUMNS, _UNARY, _BINARY, _COMPARISONS, _OF_NUMBERS, _CASTS
-_QUIET_SECONDS = 1.0  # since somebody built a program
+_QUIET_SECONDS = 1.0  # since somebody built a program, or gave a GPU work
 _PAUSE_SECONDS = 0.05
 _MOST_WAITING = 64  # kernels that were missing for expressions
 _END = object()
@@ -163,6 +163,10 @@ class Ahead:
         self._thread = ThreadPoolExecutor(1, f"penstock {device.name}, ahead")
         self._lock = threading.Lock()
         self._awake = False  # whether a step is under way, or will be
+        self._seen: object = (
+            None  # what was recorded on a GPU when a step last looked, and when that changed:
+        )
+        self._last_used = perf_counter()
         self._wake()
 
     def compile(self, sources: Sequence[KernelSource]) -> Future[None]:
@@ -195,13 +199,26 @@ class Ahead:
             return
         if self._wanted:
             self._compile_wanted()
-        elif perf_counter() - self._last_built() < _QUIET_SECONDS:
+        elif not self._is_quiet():
             sleep(_PAUSE_SECONDS)
         else:
             with suppress(PenstockError):  # what cannot be compiled now is compiled when it is needed
                 self._compile_next()
         self._awake = False
         self._wake()
+
+    def _is_quiet(self) -> bool:
+        """Whether nobody has built a program for a while, nor given a GPU work.
+
+        Lowering takes Python's lock from whoever launches: a step of tokens would take several times as long.
+        """
+        now = perf_counter()
+        if self._gpu:
+            batch = self._device.stream.compute.opened
+            seen = batch, len(batch.events)
+            if seen != self._seen:
+                self._seen, self._last_used = seen, now
+        return now - max(self._last_built(), self._last_used) >= _QUIET_SECONDS
 
     def _compile_wanted(self) -> None:
         future, sources = self._wanted.popleft()

@@ -43,10 +43,10 @@ def _as_linear(node: Node) -> Node:
     weight = right.inputs[0]
     if weight.shape[0] > _MOST_FEATURES or (x.shape[0] > _SOME_ROWS and x.shape[1] > _LONG):
         return node
-    return Node(LINEAR, (x, weight), {}) if in_memory(weight) else node
+    return Node(LINEAR, (x, weight), {}) if _in_memory(weight) else node
 
 
-def in_memory(matrix: Node) -> bool:
+def _in_memory(matrix: Node) -> bool:
     """Whether a matrix lies in memory as it is, so that no copy has to be made."""
     while matrix.primitive.same_bytes and matrix.value is None:
         matrix = matrix.inputs[0]

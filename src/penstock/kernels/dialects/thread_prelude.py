@@ -51,4 +51,7 @@ DEVICE float tanh_1(float x) {
 }
 """
 # The words of a text that needs this prelude, with spaces in between.
-THREAD_NAMES = "EACH_LANE( FMA( UNIT_FLOAT( LOCAL_ADD( FOLD_THREADS( MAXIMUM( MINIMUM( tanh_1( QUICK_ NEGATE_"
+THREAD_NAMES = (
+    "EACH_LANE( FMA( UNIT_FLOAT( LOCAL_ADD( FOLD_THREADS( MAXIMUM( MINIMUM( tanh_1( QUICK_ NEGATE_ "
+    "RECIPROCAL( UNKNOWN_ONE"
+)

@@ -19,7 +19,7 @@ import numpy as np
 
 from penstock.drivers.driver import Capabilities, Driver
 from penstock.fusion.groups import Group
-from penstock.fusion.products import Matrix, bias_vector, laid_out, library_operand
+from penstock.fusion.products import Matrix, bias_vector, library_operand
 from penstock.graph.dtypes import checked, float32
 from penstock.graph.node import Array, Node
 from penstock.kernels.source import ALIGNMENT, KernelSource
@@ -50,7 +50,7 @@ class Product:
         if buffer == "workspace":
             return WORKSPACE
         items = self.columns if buffer == "bias" else self.batch * self.rows * self.columns
-        if buffer in ("left", "right", "first"):
+        if buffer in ("left", "right"):
             matrix = self.left if buffer == "left" else self.right
             items = matrix.extent + (self.batch - 1) * matrix.batch_stride
         return items * checked(self.dtype).itemsize
@@ -93,20 +93,6 @@ def library_problem(
     return problem, operands
 
 
-def pair_launch(node: Node) -> Lowering:
-    """The launch of a pair of products, `matmul_pair`, which also takes a workspace."""
-    batch, rows, columns = node.shape
-    inner = node.inputs[0].shape[1]
-    left = laid_out(rows, inner, inner, 1)
-    right = laid_out(inner, columns, 1, inner, columns * inner)
-    assert left is not None
-    assert right is not None
-    problem = Product(batch, rows, columns, inner, left, right, str(node.dtype))
-    dtypes = (*(str(value.dtype) for value in (node, *node.inputs)), "uint8")
-    lowering = one_launch(KernelSource("matmul_pair", "", dtypes, (), (1,), (1,)))
-    return replace(lowering, scratch=(WORKSPACE,), function=PairLaunch(problem))
-
-
 class LibraryLaunch:
     """A problem that can be enqueued with any memory, once it is prepared."""
 
@@ -142,52 +128,13 @@ class LibraryLaunch:
     def __call__(self, stream: int, *args: int) -> None:
         """Enqueue on a stream: `args` are the buffers' addresses, then their offsets in `ALIGNMENT`s."""
         right, left, out, workspace, *bias = [args[n] + ALIGNMENT * args[p] + more for n, p, more in self._at]
-        if bias and bias[0] != self._bias:
-            self.descriptors.set_bias(bias[0])
-            self._bias = bias[0]
-        self.multiply(stream, right, left, out, workspace)
-
-    def multiply(self, stream: int, right: int, left: int, out: int, workspace: int) -> None:
-        """Enqueue on a stream, given the addresses of the matrices."""
         of = self.descriptors
+        if bias and bias[0] != self._bias:
+            of.set_bias(bias[0])
+            self._bias = bias[0]
         operands = of.alpha, right, of.right, left, of.left, of.beta, out, of.out, out, of.out
         chosen = self._algorithm_address, workspace, WORKSPACE, stream
         self._matmul(self._handle, of.operation, *operands, *chosen)
-
-
-class PairLaunch(LibraryLaunch):
-    """A batch of two problems with the same left matrix, whose right matrices lie anywhere.
-
-    If the second lies before the first, which the library's strides cannot tell, they are two calls.
-    """
-
-    def __init__(self, product: Product) -> None:
-        # The second is the right matrix: where operands are read from memory, tuning has others after it.
-        super().__init__(product, {"out": 0, "left": 1, "first": 2, "right": 3, "workspace": 4}, 5)
-        buffers = {"out": 0, "left": 1, "right": 2, "workspace": 3}
-        self._single = LibraryLaunch(replace(product, batch=1), buffers, 4)
-        self._item = checked(product.dtype).itemsize
-        self._stride = 0  # of the right matrices, in bytes, that is set
-
-    def prepare(self, driver: Driver) -> None:
-        """See `LibraryLaunch`."""
-        self._single.prepare(driver)
-        super().prepare(driver)
-        self.workspace = max(self.workspace, self._single.workspace)
-
-    def __call__(self, stream: int, *args: int) -> None:
-        """See `LibraryLaunch`."""
-        out, left, first, second, workspace = (args[n] + ALIGNMENT * args[5 + n] for n in range(5))
-        stride = second - first
-        if stride <= 0:
-            half = self.product.rows * self.product.columns * self._item
-            for at, right in enumerate((first, second)):
-                self._single.multiply(stream, right, left, out + at * half, workspace)
-            return
-        if stride != self._stride:
-            self.descriptors.set_stride(self.descriptors.right, stride // self._item)
-            self._stride = stride
-        self.multiply(stream, first, left, out, workspace)
 
 
 class Descriptors:
@@ -224,13 +171,6 @@ class Descriptors:
         from nvmath.bindings import cublasLt
 
         self._set(cublasLt.MatmulDescAttribute.BIAS_POINTER, np.array([address], np.int64))
-
-    def set_stride(self, layout: int, items: int) -> None:
-        """Set how far the matrices of a batch are apart."""
-        from nvmath.bindings import cublasLt
-
-        which, value = cublasLt.MatrixLayoutAttribute.STRIDED_BATCH_OFFSET, np.array([items], np.int64)
-        cublasLt.matrix_layout_set_attribute(layout, int(which), value.ctypes.data, value.nbytes)
 
     def _set(self, attribute: Any, value: Array) -> None:
         from nvmath.bindings import cublasLt
