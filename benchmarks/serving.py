@@ -335,7 +335,7 @@ def killed(
     again = Server(folder, chosen, server.port)
     tally = Tally()
     stopped(started(again, asked, tally, chosen))
-    wrong = tally.ends["lost"] + tally.ends["different"]
+    wrong = tally.ends["lost"] + (0 if chosen.rounding else tally.ends["different"])
     detail = f"{tally.ends['equal']:,} equal; started in {again.start_seconds:.1f} s at the same address"
     report.add("killed and started again: answers lost or different", wrong, "", "0", not wrong, detail)
     return again
@@ -404,7 +404,9 @@ def main() -> None:
             status = server.process.wait(60)
     report.add("exit status after SIGTERM", status, "", "0", not status, "")
     if chosen.save:
-        given = f" --clients {chosen.clients} --seconds {chosen.seconds:.0f}"
+        given = f" --model {chosen.model} --device {chosen.device or ps.default_device().name}"
+        given += f" --dtype {chosen.dtype} --clients {chosen.clients} --seconds {chosen.seconds:.0f}"
+        given += " --rounding" * chosen.rounding + f" --leaving {chosen.leaving:g}"
         report.save(chosen.save, "serving", ps.default_device(), {}, given)
     sys.exit(any(row["met"] is False for row in report.rows))
 
