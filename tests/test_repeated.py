@@ -152,9 +152,7 @@ def test_a_pending_input_that_is_computed_first(device: Device) -> None:
         np.testing.assert_array_equal(turned.numpy(), a.T)
 
 
-@pytest.mark.parametrize(
-    "kind", sorted({*DRIVERS} - {"opencl-mapped"})
-)  # where threads end each other's maps
+@pytest.mark.parametrize("kind", sorted(DRIVERS))
 def test_threads_repeat_the_same_operations(kind: str) -> None:
     device = Device.over(DRIVERS[kind](), SMALL)
     a = np.arange(63, dtype=np.float32).reshape(9, 7)

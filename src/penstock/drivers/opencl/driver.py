@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -78,6 +79,8 @@ class OpenCLDriver(Driver):
         self._inline: InlineDevice | None = None  # unless it is asked for
         self._last: Event | None = None  # the last command of `compute`; None if it is known to be done
         self._maps = open_queue(self._context, device)  # always idle, so that a map waits for nothing else
+        # PoCL crashes where two threads map and unmap a buffer. A finalizer may free memory at any time.
+        self._mapping = threading.RLock()
         self._clock: Clock | None = None  # while commands are timed
         self._open_queues(timed=False)
         self._cache = pocl.cache() if device.platform.name == pocl.PLATFORM else None
@@ -111,8 +114,7 @@ class OpenCLDriver(Driver):
             return Memory(svm, nbytes, host, pinned)
         if pinned:
             buffer = cl.Buffer(self._context, _RW | cl.mem_flags.ALLOC_HOST_PTR, nbytes)
-            host, _ = _enqueue_map(self._maps, buffer, _READ_WRITE, 0, (nbytes,), np.uint8)
-            return Memory(buffer, nbytes, host, pinned)
+            return Memory(buffer, nbytes, self._mapped(buffer, _READ_WRITE, 0, nbytes), pinned)
         shared = cl.mem_flags.ALLOC_HOST_PTR if self._memory_kind == "mapped" else 0
         buffer = cl.Buffer(self._context, _RW | shared, nbytes)
         # Drivers allocate at first use, so the buffer is used now to detect a lack of memory here. (Migrating
@@ -127,7 +129,7 @@ class OpenCLDriver(Driver):
         memory.parts = None
         if memory.pinned and self._memory_kind != "svm":
             assert host is not None
-            host.base.release(self._maps).wait()  # type: ignore[union-attr]  # unmaps
+            self._unmapped(host).wait()
         native.release()
 
     def view(self, memory: Memory, offset: int, nbytes: int) -> Any:
@@ -337,16 +339,24 @@ class OpenCLDriver(Driver):
         if memory.host is not None:
             return memory.host[offset : offset + nbytes]
         flags = _READ_WRITE if writable else _READ
-        mapped: Bytes
-        mapped, _ = _checked(_enqueue_map, self._maps, memory.native, flags, offset, (nbytes,), np.uint8)
+        mapped: Bytes = _checked(self._mapped, memory.native, flags, offset, nbytes)
         return mapped
 
     def unmap(self, memory: Memory, mapped: Bytes) -> Event | None:
         if memory.host is not None:
             return None
-        event = _checked(mapped.base.release, self._maps)  # type: ignore[union-attr]
+        event = _checked(self._unmapped, mapped)
         self._maps.flush()
         return event
+
+    def _mapped(self, buffer: cl.Buffer, flags: int, offset: int, nbytes: int) -> Bytes:
+        with self._mapping:
+            mapped: Bytes = _enqueue_map(self._maps, buffer, flags, offset, (nbytes,), np.uint8)[0]
+        return mapped
+
+    def _unmapped(self, mapped: Bytes) -> Event:
+        with self._mapping:
+            return mapped.base.release(self._maps)  # type: ignore[union-attr]
 
     # Order and completion
 
