@@ -152,9 +152,7 @@ def _note_slices(node: Node, slices: Slices, shape: Shape, device: Device) -> No
     """Have `sliced` make nodes like the first."""
     example = shaping.reshape(shaping.slice_(placeholder(node.shape, node.dtype), slices), shape)
     like = Example(example, through=example.inputs[0].value is None)
-    if _is_copied(
-        node, slices, device
-    ):  # else there may be no program, as it lies in the memory of its input
+    if _is_copied(node, slices, device):  # else it may lie in the memory of its input, and need no program
         example.like = like
     with device.running:  # for other threads
         device.examples[node.shape, node.dtype.name, slices, shape] = like

@@ -69,9 +69,9 @@ class InlineDevice:
     def _wake(self) -> None:
         with self._lock:
             if not self._awake and self._wanted and not self._is_closed:
+                self._awake = True  # before: the step may end at once
                 with suppress(RuntimeError):  # the interpreter ends
                     self._thread.submit(self._step)
-                    self._awake = True
 
     def _step(self) -> None:
         """Compile one program, or wait. A step is short, because the interpreter waits for it at exit."""
