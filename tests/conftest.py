@@ -9,6 +9,7 @@ import random
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -53,6 +54,28 @@ def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < end, "it takes too long"
         time.sleep(0.05)
+
+
+def pause_of_others(call: Callable[[], object]) -> tuple[float, float]:
+    """The seconds of a call, and the longest in which no other thread of Python ran meanwhile."""
+    longest, ends = 0.0, threading.Event()
+
+    def look() -> None:
+        nonlocal longest
+        before = time.perf_counter()
+        while not ends.is_set():
+            time.sleep(0.001)
+            now = time.perf_counter()
+            longest, before = max(longest, now - before), now
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    start = time.perf_counter()
+    call()
+    taken = time.perf_counter() - start
+    ends.set()
+    thread.join()
+    return taken, longest
 
 
 SIGNATURES = {

@@ -9,14 +9,13 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DRIVERS, examples, until
+from conftest import DRIVERS, examples, pause_of_others, until
 from test_random_graphs import grown
 from test_road import Counted
 from test_same_bits import EXPRESSIONS
@@ -327,23 +326,8 @@ def test_python_goes_on_while_a_kernel_is_compiled(tmp_path: Path) -> None:
     device = Device.over(DRIVERS[OPENCL]())
     steps = " ".join(f"y = sin(y) * exp(y) + tanh(y) * {k}.5f;" for k in range(40))
     text = f"__kernel void k(__global float *x) {{ float y = x[0]; {steps} x[0] = y; }}"
-    longest, ends = 0.0, threading.Event()
-
-    def look() -> None:
-        nonlocal longest
-        before = time.perf_counter()
-        while not ends.is_set():
-            time.sleep(0.001)
-            now = time.perf_counter()
-            longest, before = max(longest, now - before), now
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    start = time.perf_counter()
-    device.driver.compile_ahead(f"/* {tmp_path} */ {text}", {"k": ("float32*",)})
-    taken = time.perf_counter() - start
-    ends.set()
-    thread.join()
+    source = f"/* {tmp_path} */ {text}"
+    taken, longest = pause_of_others(lambda: device.driver.compile_ahead(source, {"k": ("float32*",)}))
     device.close()
     assert longest < taken / 3
 

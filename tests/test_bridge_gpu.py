@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import examples, opencl_threads, until
+from conftest import examples, opencl_threads, pause_of_others, until
 from test_cuda_sources import Imagined
 from test_random_graphs import grown
 from test_same_bits import EXPRESSIONS
@@ -314,23 +314,8 @@ def test_the_list_waits_while_the_device_has_work(cuda: Device, monkeypatch: pyt
 def test_python_goes_on_while_nvrtc_compiles() -> None:
     steps = " ".join(f"y = sinf(y) * expf(y) + tanhf(y) * {k}.5f;" for k in range(20))
     compile_text('extern "C" __global__ void k() {}', "sm_90")  # which imports the compiler
-    longest, ends = 0.0, threading.Event()
-
-    def look() -> None:
-        nonlocal longest
-        before = time.perf_counter()
-        while not ends.is_set():
-            time.sleep(0.001)
-            now = time.perf_counter()
-            longest, before = max(longest, now - before), now
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    start = time.perf_counter()
-    compile_text(f'extern "C" __global__ void k(float *x) {{ float y = x[0]; {steps} x[0] = y; }}', "sm_90")
-    taken = time.perf_counter() - start
-    ends.set()
-    thread.join()
+    source = f'extern "C" __global__ void k(float *x) {{ float y = x[0]; {steps} x[0] = y; }}'
+    taken, longest = pause_of_others(lambda: compile_text(source, "sm_90"))
     assert longest < taken / 3
 
 
