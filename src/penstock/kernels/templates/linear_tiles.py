@@ -32,8 +32,9 @@ _LINE = 32  # words
 _PARTS = _LINE // _WORDS  # of a line
 _ITEMS = _STEP // _PARTS  # of a part
 _AT_ONCE = _THREADS // _PARTS  # lines that a workgroup copies at once
+# With less, a compute unit would have room for more workgroups than its share, and take them from others: a
+# product begins while those before it still run, where there is room.
 _RING_BYTES = 48 << 10
-_MOST_STAGES = 8
 _RESIDENT = 4  # workgroups of a compute unit
 _MOST_SPLITS = 8
 _FEWEST_INPUTS = 2 * _STEP  # of a workgroup, where several share them
@@ -89,7 +90,7 @@ def linear_tiles(
     rank = k.let("rank", k.group() % splits if splits > 1 else 0)
     first = k.let("first", k.group() // splits * division.features)
     lines = division.features * len(problem.matrices) + problem.row_tiles * _ROWS
-    stages = min(_RING_BYTES // (4 * _LINE * lines), _MOST_STAGES)
+    stages = _RING_BYTES // (4 * _LINE * lines)
     steps = ceil(problem.inner / (_STEP * splits))  # of a workgroup
     ring = k.shared("ring", "float32", stages * lines * _LINE, width=_WORDS)
     copies = _Copies(k, problem, division, ring, first, rank * steps, steps)
