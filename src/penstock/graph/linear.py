@@ -17,9 +17,7 @@ from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape, rewr
 from penstock.graph.shaping import PERMUTE
 
 _MOST_ROWS = 32
-_SOME_ROWS = 16  # with more, the library is as fast where rows are long
-_MOST_FEATURES = 1 << 15  # and where there are more features than these
-_LONG = 1 << 12  # inputs
+_MOST_FEATURES = 1 << 15  # with more, the library is as fast
 _NEIGHBOURS = 8  # inputs that a thread reads at once
 
 
@@ -41,9 +39,8 @@ def _as_linear(node: Node) -> Node:
     ):
         return node
     weight = right.inputs[0]
-    if weight.shape[0] > _MOST_FEATURES or (x.shape[0] > _SOME_ROWS and x.shape[1] > _LONG):
-        return node
-    return Node(LINEAR, (x, weight), {}) if _in_memory(weight) else node
+    linear = weight.shape[0] <= _MOST_FEATURES and _in_memory(weight)
+    return Node(LINEAR, (x, weight), {}) if linear else node
 
 
 def _in_memory(matrix: Node) -> bool:

@@ -167,6 +167,27 @@ class KernelBuilder:
         """Wait for the launches before, after reads of no buffers but these; see `WaitForEarlier`."""
         self._add(ir.WaitForEarlier(tuple(memory.name for memory in ahead)))
 
+    def copy_ahead(
+        self, array: Memory, index: ir.Operand, buffer: Memory, start: ir.Operand, mask: ir.Expr | None = None
+    ) -> None:
+        """Begin to copy 16 bytes of a buffer to local memory; zeros where the mask is false."""
+        places = ir.integer(index), buffer.name, ir.integer(start)
+        self._add(ir.CopyAhead(array.name, *places, mask))
+
+    def end_copies(self) -> None:
+        """Copies that were begun since the last end are a group of their own."""
+        self._add(ir.EndCopies())
+
+    def wait_for_copies(self, left: int) -> None:
+        """Wait for all groups of copies that this thread began, but for the last `left`."""
+        self._add(ir.WaitForCopies(left))
+
+    def load_tiles(self, array: Memory, index: ir.Operand) -> list[ir.Var]:
+        """A thread's words of four tiles of local memory; see `LoadTiles`."""
+        names = tuple(self.fresh("tile") for _ in range(4))
+        self._add(ir.LoadTiles(names, array.name, ir.integer(index)))
+        return [ir.Var(name, ir.Type("uint32")) for name in names]
+
     def cluster_barrier(self) -> None:
         """No thread of the cluster's workgroups continues before all have arrived."""
         self._add(ir.ClusterBarrier())

@@ -52,6 +52,17 @@ class ThreadPrinter(CPrinter):
             case ir.MultiplyTiles(totals, left, right, dtype):
                 words = ", ".join(map(self.expr, (*totals, *left, *right)))
                 return [f"MULTIPLY_TILES_{dtype.upper()}({words});"]
+            case ir.CopyAhead(array, index, buffer, start, mask):
+                nbytes = "16" if mask is None else f"{self.expr(mask)} ? 16 : 0"
+                places = f"{array} + {self.addend(index)}, {buffer} + {self.addend(start)}"
+                return [f"COPY_AHEAD({places}, {nbytes});"]
+            case ir.EndCopies():
+                return ["END_COPIES;"]
+            case ir.WaitForCopies(left):
+                return [f"WAIT_FOR_COPIES({left});"]
+            case ir.LoadTiles(names, array, index):
+                words = ", ".join(names)
+                return [f"uint {words}; LOAD_TILES({words}, {array} + {self.addend(index)});"]
             case ir.ComesLast(name, counters, index, count, array):
                 own = f"{self.kernel_name}_" if counters == ir.COUNTERS else ""
                 asked = f"COMES_LAST({own}{counters} + {self.addend(index)}, {self.expr(count)})"

@@ -186,6 +186,19 @@ DEVICE void MULTIPLY_TILES_##NAME(float &t0, float &t1, float &t2, float &t3, \\
 PAIR_FUNCTIONS(BFLOAT16, "bf16", 0x43004300, 0x3f803f80, 0xc308c308)
 PAIR_FUNCTIONS(FLOAT16, "f16", 0x64006400, 0x3c003c00, 0xe408e408)
 """
+# Copies to local memory that go on while a thread computes, past the cache of a multiprocessor.
+_COPIES = """
+DEVICE void COPY_AHEAD(void *to, const void *from, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+        :: "r"((uint)__cvta_generic_to_shared(to)), "l"(from), "r"(bytes) : "memory");
+}
+#define END_COPIES asm volatile("cp.async.commit_group;" ::: "memory")
+#define WAIT_FOR_COPIES(left) asm volatile("cp.async.wait_group %0;" :: "n"(left) : "memory")
+DEVICE void LOAD_TILES(uint &t0, uint &t1, uint &t2, uint &t3, const void *line) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+        : "=r"(t0), "=r"(t1), "=r"(t2), "=r"(t3) : "r"((uint)__cvta_generic_to_shared(line)) : "memory");
+}
+"""
 # The last of `count` workgroups sets the counter back to 0. A barrier before orders what all threads of a
 # workgroup wrote before this thread's operation, as in CUDA's own barriers of grids.
 _LAST = """
@@ -254,6 +267,7 @@ class Cuda(CDialect):
         **dict.fromkeys(THREAD_NAMES.split(), THREAD_WORDS + _THREADS + TANH),
         "half *": _HALVES,
         "MULTIPLY_TILES": _TILES,
+        "COPY_AHEAD": _COPIES,
         "COMES_LAST": _LAST,
         "CLUSTER_": _CLUSTERS,
     }

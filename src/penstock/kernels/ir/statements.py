@@ -121,6 +121,38 @@ class MultiplyTiles(Statement):
     dtype: str
 
 
+class CopyAhead(Statement):
+    """Begins to copy 16 bytes of a buffer to an array in local memory; zeros where the mask is false."""
+
+    array: str
+    index: Expr
+    buffer: str
+    start: Expr
+    mask: Expr | None = None
+
+
+class EndCopies(Statement):
+    """The copies that a thread began since the last end are a group of their own."""
+
+
+class WaitForCopies(Statement):
+    """Waits for all groups of copies that the thread began, but for the last `left`."""
+
+    left: int
+
+
+class LoadTiles(Statement):
+    """`names` are words of four tiles of 8 x 8 items of 16 bits, in local memory.
+
+    `index` is that of a line of a tile: of the first tile for the first 8 threads of a warp, and so on. Every
+    thread has two neighbouring items of each tile, as `MultiplyTiles` wants them.
+    """
+
+    names: tuple[str, ...]
+    array: str
+    index: Expr
+
+
 class BlockReduce(Statement):
     """`name` is the reduction of a variable over its lanes and over the neighbouring threads of a row."""
 

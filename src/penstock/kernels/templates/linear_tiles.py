@@ -1,11 +1,14 @@
 """Products of few rows with matrices of 16-bit floats, on tensor cores: tiles of 16 features and 8 rows.
 
-A thread reads 16 bytes of two features of a tile at once, and of a row: neighbouring inputs. Which of a
-tile's inputs is which does not matter for a sum, as long as both operands agree, so nothing is exchanged.
-What a thread reads of the matrix in a round is under way before it multiplies anything.
+Such a product takes as long as reading the matrix, if enough of it is always under way. So a workgroup copies
+lines of 64 inputs of its features and of all rows to a ring in local memory, several steps ahead of what it
+multiplies. It begins with the matrix while the kernels before, which compute the rows, still run. Where a
+matrix has few features, the workgroups of a cluster share the inputs.
 
-Sums are float32, in an order that does not depend on the number of rows, as long as a workgroup has as many
-warps for the inputs.
+A line has eight parts of 16 bytes. Which part is where depends on the line, so that the threads that read a
+tile, and those that write it, meet all banks of local memory.
+
+Sums are float32, in an order that does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -20,23 +23,27 @@ from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.source import KernelSource
 from penstock.kernels.templates.packed_matmul import clamped
 
-_WARP = 32
-_FEATURES, _ROWS = 16, 8  # of a tile
-_TILE = _FEATURES * _ROWS
-_ITEMS, _WORDS = 8, 4  # neighbouring inputs that a thread reads at once
-_CHUNK = 4 * _ITEMS  # inputs of a warp
-_STRIDE = 20  # floats between the rows of a tile in local memory: then a warp writes to all of its banks
-_ROOM = _ROWS * _STRIDE  # floats for a tile
-_LOCAL_BYTES = 48 << 10
-_FEW_BYTES = 64 << 10  # of rows, which a workgroup may read for a tile of features
-_WARPS = 8  # of a workgroup
-_FEW_INPUTS = 8 * _WARPS * _CHUNK  # of which a workgroup reads a tile at once
-_RESIDENT = 2  # workgroups of a compute unit
+_WARP, _WARPS = 32, 4
+_THREADS = _WARP * _WARPS
+_FEATURES, _ROWS, _INPUTS = 16, 8, 16  # of a product of tiles
+_STEP = 64  # inputs of a line
+_WORDS = 4  # of a part
+_LINE = 32  # words
+_PARTS = _LINE // _WORDS  # of a line
+_ITEMS = _STEP // _PARTS  # of a part
+_AT_ONCE = _THREADS // _PARTS  # lines that a workgroup copies at once
+# With less, a compute unit would have room for more workgroups than its share, and take them from others: a
+# product begins while those before it still run, where there is room.
+_RING_BYTES = 48 << 10
+_RESIDENT = 4  # workgroups of a compute unit
+_MOST_SPLITS = 8
+_FEWEST_INPUTS = 2 * _STEP  # of a workgroup, where several share them
+_BUSY = 3  # if fewer than one of so many compute units would have a workgroup, it gets fewer features
 
 
 @dataclass(frozen=True)
 class LinearProblem:
-    """The products of `rows` x `inner` items with matrices of `columns` features."""
+    """The products of `rows` x `inner` items with one or two matrices of `columns` features."""
 
     x: Memory
     matrices: Sequence[Memory]
@@ -52,259 +59,211 @@ class LinearProblem:
 
 @dataclass(frozen=True)
 class Division:
-    """How the work is divided: a workgroup has so many `parts` of the inputs, and `across` of the features.
+    """A workgroup has so many `features` of each matrix, and one of `splits` parts of the inputs."""
 
-    Each part of each is that of a warp, which has `tiles` of every matrix, and reads so many `chunks` of
-    inputs in a round. `splits` workgroups, a cluster, share the inputs.
-    """
-
-    parts: int
-    across: int
-    tiles: int
-    chunks: int
-    splits: int = 1
-
-    @property
-    def features(self) -> int:
-        """The features of a workgroup."""
-        return self.across * self.tiles * _FEATURES
+    features: int
+    splits: int
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a thread is in its workgroup: its warp's parts, and its row and column among items of a tile."""
-
-    part: ir.Var  # of the inputs
-    across: ir.Var  # of the features
-    line: ir.Var  # of 8
-    column: ir.Var  # of 4
-
-
-# What a thread read of the matrices, by chunk: where it begins, whether it is inside, and the words of each
-# matrix and half of a tile.
-_Words = Sequence[tuple[ir.Var, ir.Var | None, Mapping[tuple[int, int], list[ir.Expr]]]]
-Totals = Mapping[tuple[int, int, int], Sequence[ir.Var]]  # by matrix, tile and tile of rows
 # Given the row, the column, and the sum of each matrix: statements that compute the outputs and store them.
 Finish = Callable[[ir.Expr, ir.Expr, Sequence[ir.Var]], list[ir.Statement]]
+Totals = Mapping[int, Sequence[ir.Var]]  # by tile of rows
 
 
 def divided(problem: LinearProblem, capabilities: Capabilities) -> Division:
     """How the workgroups of a product divide it."""
-    each = len(problem.matrices)
-    units = ceil(problem.columns / _FEATURES) * each / capabilities.compute_units  # tiles for each
-    at_once = each == 1 and units <= 1.5 and problem.inner <= _FEW_INPUTS
-    splits = 1 if units > 3 or at_once or not capabilities.clusters else _splits(problem)
-    together = splits * (4 // each if units > 3 else 2 if units > 1.5 else 1)  # tiles of a workgroup
-    wide = each == 1 and problem.row_tiles <= 4  # the sums of two tiles fit into registers
-    tiles = 2 if wide and together > 1 else 1
-    across = together // tiles
-    chunks = ceil(problem.inner / (_CHUNK * splits))
-    sums = tiles * each * problem.row_tiles
-    most = 8 if sums <= 4 else 4 if sums <= 8 else 2  # chunks of tiles that a warp has registers for
-    reads = min(most // (tiles * each), ceil(chunks * across / _WARPS))
-    return Division(min(_WARPS // across, ceil(chunks / reads)), across, tiles, reads, splits)
-
-
-def _splits(problem: LinearProblem) -> int:
-    """How many workgroups share the inputs.
-
-    Every workgroup reads its inputs of all rows. With few features, that is more than it reads of the matrix.
-    """
-    nbytes = 2 * problem.rows * problem.inner
-    return 1 if nbytes <= _FEW_BYTES else 2 if nbytes <= 2 * _FEW_BYTES else 4
+    features, splits = 4 * _FEATURES if len(problem.matrices) == 1 else _FEATURES, 1
+    units = capabilities.compute_units
+    most = min(_MOST_SPLITS, problem.inner // _FEWEST_INPUTS) if capabilities.clusters else 1
+    while 2 * splits <= most and 2 * splits * ceil(problem.columns / features) <= _RESIDENT * units:
+        splits *= 2
+    while features > _FEATURES and splits * ceil(problem.columns / features) * _BUSY < units:
+        features //= 2
+    return Division(features, splits)
 
 
 def linear_tiles(
     k: KernelBuilder, problem: LinearProblem, division: Division, finish: Finish
 ) -> KernelSource:
-    """A workgroup computes some features of all rows."""
-    parts, across = division.parts, division.across
-    warp = k.let("warp", k.thread // _WARP)
-    place = _Place(
-        k.let("part", warp % parts),
-        k.let("across", warp // parts),
-        k.let("line", k.thread % _WARP // 4),
-        k.let("column", k.thread % 4),
-    )
+    """A workgroup computes some features of all rows, or a part of their sums."""
     splits = division.splits
     rank = k.let("rank", k.group() % splits if splits > 1 else 0)
     first = k.let("first", k.group() // splits * division.features)
-    totals = {
-        (matrix, tile, rows): [
-            k.variable(f"total{matrix}_{tile}_{rows}_{item}", 0.0, "float32") for item in range(4)
-        ]
-        for matrix in range(len(problem.matrices))
-        for tile in range(division.tiles)
-        for rows in range(problem.row_tiles)
-    }
-    round_ = _Round(k, problem, division, first, place)
-    taken = division.chunks * _CHUNK  # inputs of a warp in a round
-    rounds = ceil(problem.inner / (splits * parts * taken))
-    masked = rounds * splits * parts * taken > problem.inner
+    lines = division.features * len(problem.matrices) + problem.row_tiles * _ROWS
+    stages = _RING_BYTES // (4 * _LINE * lines)
+    steps = ceil(problem.inner / (_STEP * splits))  # of a workgroup
+    ring = k.shared("ring", "float32", stages * lines * _LINE, width=_WORDS)
+    copies = _Copies(k, problem, division, ring, first, rank * steps, steps)
+    products = _Products(k, problem, division, ring)
 
-    def read(number: ir.Expr) -> _Words:
-        warps = (number * splits + rank) * parts + place.part  # those before
-        return round_.read(k.let("start", warps * taken + place.column * _ITEMS), masked)
-
-    words = read(ir.Const(0))
+    early = range(steps if steps <= stages else stages - 1)
+    for step in early:
+        copies.begin_matrices(ir.Const(step), ir.Const(step * lines * _LINE))
     k.wait_for_earlier(problem.matrices)
-    round_.add_products(words, totals)
-    if rounds > 1:
-        with k.loop("round", 1, rounds) as number:
-            round_.add_products(read(number), totals)
-    _Sums(k, problem, division, first, finish).combine(totals, place, rank)
+    for step in early:
+        copies.begin_rows(ir.Const(step), ir.Const(step * lines * _LINE))
+        k.end_copies()
+    with k.loop("step", 0, steps) as now:
+        k.wait_for_copies(len(early) - 1)
+        k.barrier()  # all threads' copies are there; and what was read in the step before may be overwritten
+        if steps > len(early):
+            later = k.let("later", now + len(early))
+            with k.when(later < steps):
+                stage = k.let("free", later % stages * (lines * _LINE))
+                copies.begin_matrices(later, stage)
+                copies.begin_rows(later, stage)
+        k.end_copies()
+        products.add(k.let("stage", now % stages * (lines * _LINE)))
+    k.barrier()
+    products.finish(ring, first, rank, finish)
     grid = ceil(problem.columns / division.features) * splits
-    return k.source((grid,), (parts * across * _WARP,), _RESIDENT, cluster=splits)
+    return k.source((grid,), (_THREADS,), _RESIDENT, cluster=splits)
 
 
-class _Round:
-    """The products of what a warp reads in a round."""
+class _Copies:
+    """Copies of lines to the ring: a thread has the same part of every 16th line."""
 
     def __init__(
-        self, k: KernelBuilder, problem: LinearProblem, division: Division, first: ir.Expr, place: _Place
+        self,
+        k: KernelBuilder,
+        problem: LinearProblem,
+        division: Division,
+        ring: Memory,
+        first: ir.Expr,
+        before: ir.Expr,
+        steps: int,
     ) -> None:
-        self._k, self._problem, self._division = k, problem, division
-        tops = [rows * _ROWS for rows in range(problem.row_tiles)]
-        self._rows = self._starts("x", place.line, tops, problem.rows, problem.rows - _ROWS)
-        feature = first + place.across * (division.tiles * _FEATURES) + place.line
-        halves = [half * (_FEATURES // 2) for half in range(2 * division.tiles)]
+        """`before`: the steps of the workgroups of the cluster that have the inputs before these."""
+        self._k, self._problem, self._ring = k, problem, ring
+        self._masked = steps * division.splits * _STEP > problem.inner
+        line, part = k.let("line", k.thread // _PARTS), k.let("part", k.thread % _PARTS)
+        self._to = k.let("to", line * _LINE + (part ^ line % _PARTS) * _WORDS)
+        self._from = k.let("from", before * _STEP + part * _ITEMS)
         even = problem.columns % division.features == 0
-        self._features = self._starts("w", feature, halves, problem.columns, halves[-1] if even else -1)
+        self._matrices: list[tuple[Memory, ir.Expr]] = []
+        for matrix, memory in enumerate(problem.matrices):
+            own = k.let(f"w{matrix}", (first + line) * problem.inner)
+            for offset in range(0, division.features, _AT_ONCE):
+                start = own + offset * problem.inner
+                if not even:
+                    feature = clamped(k, f"feature{matrix}_{offset}", first + line + offset, problem.columns)
+                    start = k.let(f"w{matrix}_{offset}", feature * problem.inner)
+                self._matrices.append((memory, start))
+        self._rows: list[ir.Expr] = []
+        for offset in range(0, problem.row_tiles * _ROWS, _AT_ONCE):
+            row = clamped(k, f"row{offset}", line + offset, problem.rows)
+            self._rows.append(k.let(f"x{offset}", row * problem.inner))
 
-    def _starts(
-        self, name: str, number: ir.Expr, offsets: Sequence[int], length: int, certain: int
-    ) -> list[ir.Expr]:
-        """The first items of lines, some after a thread's own; up to the offset `certain` they are inside.
+    def begin_matrices(self, step: ir.Expr, stage: ir.Expr) -> None:
+        """Begin to copy the lines of all features."""
+        start, inside = self._place(step)
+        for number, (memory, own) in enumerate(self._matrices):
+            self._copy(stage, number, memory, own + start, inside)
 
-        Those differ by constants, which are part of an instruction and take no register.
-        """
-        k, inner = self._k, self._problem.inner
-        own = k.let(name, number * inner)
-        return [
-            own + offset * inner
-            if offset <= certain
-            else k.let(f"{name}{offset}", clamped(k, f"{name}_line{offset}", number + offset, length) * inner)
-            for offset in offsets
-        ]
+    def begin_rows(self, step: ir.Expr, stage: ir.Expr) -> None:
+        """Begin to copy the lines of all rows."""
+        k, before = self._k, len(self._matrices)
+        start, inside = self._place(step)
+        for number, own in enumerate(self._rows):
+            if self._problem.row_tiles * _ROWS >= (number + 1) * _AT_ONCE:
+                self._copy(stage, before + number, self._problem.x, own + start, inside)
+            else:  # half of the threads have a line
+                with k.when(k.thread < _ROWS * _PARTS):
+                    self._copy(stage, before + number, self._problem.x, own + start, inside)
 
-    def read(self, start: ir.Expr, masked: bool) -> _Words:
-        """Read the matrices from `start` on."""
-        k, chunks = self._k, range(self._division.chunks)
-        at = [k.let(f"at{chunk}", start + chunk * _CHUNK) for chunk in chunks]
-        inside = [
-            k.let(f"inside{chunk}", place < self._problem.inner) if masked else None
-            for chunk, place in enumerate(at)
-        ]
-        left = [
-            {
-                (matrix, half): self._words(memory, begin + at[chunk], inside[chunk])
-                for matrix, memory in enumerate(self._problem.matrices)
-                for half, begin in enumerate(self._features)
-            }
-            for chunk in chunks
-        ]
-        return [*zip(at, inside, left, strict=True)]
-
-    def add_products(self, words: _Words, totals: Totals) -> None:
-        """Add the products of what was read of the matrices to the totals."""
+    def _place(self, step: ir.Expr) -> tuple[ir.Var, ir.Var | None]:
+        """Where a thread's part of a line is among the inputs, and whether they have it."""
         k = self._k
-        with k.optimization_barrier(k.fresh("once")) as none:  # the matrices are read before
-            for at, inside, left in words:
-                for rows, begin in enumerate(self._rows):
-                    right = self._words(self._problem.x, begin + (at + none), inside)
-                    for (matrix, tile, other), sums in totals.items():
-                        if other == rows:
-                            self._multiply(sums, (left[matrix, 2 * tile], left[matrix, 2 * tile + 1]), right)
+        start = k.let(k.fresh("start"), self._from + step * _STEP)
+        return start, k.let(k.fresh("inside"), start < self._problem.inner) if self._masked else None
 
-    def _words(self, memory: Memory, index: ir.Expr, inside: ir.Expr | None) -> list[ir.Expr]:
-        """Neighbouring items, as words of two; zeros where there are none."""
-        k, words = self._k, Memory(memory.name, "uint32")
-        read = k.let(k.fresh("words"), k.load_vector(words, index, _WORDS, aligned=_WORDS, mask=inside))
-        return [k.lane(read, word) for word in range(_WORDS)]
-
-    def _multiply(
-        self, sums: Sequence[ir.Var], halves: tuple[list[ir.Expr], list[ir.Expr]], right: list[ir.Expr]
+    def _copy(
+        self, stage: ir.Expr, number: int, memory: Memory, start: ir.Expr, inside: ir.Var | None
     ) -> None:
-        upper, lower = halves
-        for word in range(0, _WORDS, 2):
-            left = [upper[word], lower[word], upper[word + 1], lower[word + 1]]
-            self._k.multiply_tiles(sums, left, right[word : word + 2], self._problem.x.dtype)
+        index = stage + self._to + number * _AT_ONCE * _LINE
+        self._k.copy_ahead(self._ring, index, memory, start, inside)
 
 
-class _Sums:
-    """Adds up the sums of all parts of the inputs, and finishes them."""
+class _Products:
+    """The sums of products: a warp has a tile of features, and some of the inputs of a line."""
 
-    def __init__(
-        self, k: KernelBuilder, problem: LinearProblem, division: Division, first: ir.Expr, finish: Finish
-    ) -> None:
-        self._k, self._problem, self._division = k, problem, division
-        self._first, self._finish = first, finish
-        self._each, self._threads = len(problem.matrices), division.parts * division.across * _WARP
-        self._tiles = [(tile, rows) for tile in range(division.tiles) for rows in range(problem.row_tiles)]
-        self._items = division.across * len(self._tiles) * _TILE  # of each matrix
+    def __init__(self, k: KernelBuilder, problem: LinearProblem, division: Division, ring: Memory) -> None:
+        self._k, self._problem, self._division, self._ring = k, problem, division, ring
+        self._features = len(problem.matrices) * division.features
+        tiles = self._features // _FEATURES
+        self._sharing = _WARPS // tiles  # warps that share the inputs
+        warp, lane = k.let("warp", k.thread // _WARP), k.let("lane", k.thread % _WARP)
+        self._lane, self._tile = lane, k.let("tile", warp % tiles)
+        self._share = k.let("share", warp // tiles)
+        # Of the four tiles that are read at once, two are neighbours of the first two: in their inputs where
+        # they are features, and else in their rows.
+        swizzle, half = k.let("swizzle", lane % 8), lane // 16
+        own = k.let("own_line", (self._tile * _FEATURES + lane % 16) * _LINE)
+        other = k.let("row_line", (self._features + lane % 8) * _LINE)
+        next_ = k.let("next_line", (self._features + lane % 8 + half * _ROWS) * _LINE)
+        self._left, self._right = [], []
+        for turn in range(_STEP // _INPUTS // self._sharing):
+            part = (self._share + turn * self._sharing) * 2
+            self._left.append(k.let(f"left{turn}", own + ((part + half) ^ swizzle) * _WORDS))
+            within = k.let(f"within{turn}", ((part + lane // 8 % 2) ^ swizzle) * _WORDS)
+            pairs = []
+            for rows in range(0, problem.row_tiles, 2):
+                line = next_ if rows + 1 < problem.row_tiles else other
+                pairs.append(line + rows * _ROWS * _LINE + within)
+            self._right.append(pairs)
+        self._totals: Totals = {
+            rows: [k.variable(f"total{rows}_{item}", 0.0, "float32") for item in range(4)]
+            for rows in range(problem.row_tiles)
+        }
 
-    def combine(self, totals: Totals, place: _Place, rank: ir.Expr) -> None:
-        """Add up the totals of all warps, some tiles at a time."""
-        k, parts, across, tiles = self._k, self._division.parts, self._division.across, self._tiles
-        splits = self._division.splits
-        kept = k.shared("kept", "float32", self._each * self._items) if splits > 1 else None
-        room = _LOCAL_BYTES - (4 * self._each * self._items if splits > 1 else 0)
-        held = max(1, min(room // (4 * _ROOM * self._each * parts * across), len(tiles)))
-        sums = k.shared("sums", "float32", parts * across * held * self._each * _ROOM)
-        for begin in range(0, len(tiles), held):
-            if begin:
-                k.barrier()  # the sums before were read
-            for at, key in enumerate(tiles[begin : begin + held]):
-                for matrix in range(self._each):
-                    slot = ((place.part * across + place.across) * held + at) * self._each + matrix
-                    for item, total in enumerate(totals[matrix, *key]):
-                        line, offset = place.column * 2 + item % 2, place.line + item // 2 * (_FEATURES // 2)
-                        k.store(sums, slot * _ROOM + line * _STRIDE + offset, total)
-            k.barrier()
-            self._add_parts(sums, begin, held, kept)
-        if kept is not None:
+    def add(self, stage: ir.Expr) -> None:
+        """Add the products of the lines of a stage."""
+        k, dtype = self._k, self._problem.x.dtype
+        for left, pairs in zip(self._left, self._right, strict=True):
+            features = k.load_tiles(self._ring, stage + left)
+            for number, right in enumerate(pairs):
+                words = k.load_tiles(self._ring, stage + right)
+                for half in range(min(2, self._problem.row_tiles - 2 * number)):
+                    totals = self._totals[2 * number + half]
+                    k.multiply_tiles(totals, features, words[2 * half : 2 * half + 2], dtype)
+
+    def finish(self, sums: Memory, first: ir.Expr, rank: ir.Expr, finish: Finish) -> None:
+        """Add up the sums of all that share the inputs, in `sums`, and finish a share of them."""
+        k, problem, features, splits = self._k, self._problem, self._division.features, self._division.splits
+        stride = self._features + 4  # floats between rows: then a warp writes to all banks
+        rows = problem.row_tiles * _ROWS
+        self._keep(sums, rows, stride)
+        if splits > 1:
             k.cluster_barrier()
-            self._add_splits(kept, rank)
+        else:
+            k.barrier()
+        share = rows * features // splits
+        with k.loop("item", rank * share + k.thread, (rank + 1) * share, _THREADS) as item:
+            row, own = k.let("row", item // features), k.let("own", item % features)
+            column = k.let("feature", first + own)
+            with k.when((row < problem.rows) & (column < problem.columns)):
+                products = [
+                    self._whole(sums, matrix, row * stride + own + matrix * features, rows * stride)
+                    for matrix in range(len(problem.matrices))
+                ]
+                k.splice(finish(row, column, products))
+        if splits > 1:
             k.cluster_barrier()  # no workgroup may end before the others have read its sums
 
-    def _add_parts(self, sums: Memory, begin: int, held: int, kept: Memory | None) -> None:
-        """Finish what all warps have of some tiles; or keep it."""
-        k, each, parts, across = self._k, self._each, self._division.parts, self._division.across
-        some = min(held, len(self._tiles) - begin)
-        with k.loop("item", k.thread, across * some * _TILE, self._threads) as number:
-            group = k.let("group", number // (_TILE * some))
-            own = k.let("own", number // _TILE % some)
-            inside = number % _TILE // _FEATURES * _STRIDE + number % _FEATURES
-            item = k.let("place", (group * len(self._tiles) + (own + begin)) * _TILE + number % _TILE)
+    def _keep(self, sums: Memory, rows: int, stride: int) -> None:
+        """Store the sums of all warps."""
+        for tile, totals in self._totals.items():
+            for number, total in enumerate(totals):
+                row = self._share * rows + (tile * _ROWS + number % 2) + self._lane % 4 * 2
+                feature = self._tile * _FEATURES + self._lane // 4 + number // 2 * (_FEATURES // 2)
+                self._k.store(sums, row * stride + feature, total)
 
-            def whole(matrix: int) -> ir.Var:
-                total = k.variable(f"whole{matrix}", 0.0, "float32")
-                for part in range(parts):
-                    slot = ((group + part * across) * held + own) * each + matrix
-                    k.assign(total, total + k.load(sums, slot * _ROOM + inside))
-                return k.let(f"product{matrix}", total)
-
-            if kept is None:
-                self._finish_item(item, whole)
-            else:
-                for matrix in range(each):
-                    k.store(kept, item + matrix * self._items, whole(matrix))
-
-    def _add_splits(self, kept: Memory, rank: ir.Expr) -> None:
-        """Finish a share of what the workgroups of a cluster have kept."""
+    def _whole(self, sums: Memory, matrix: int, index: ir.Expr, apart: int) -> ir.Var:
+        """The sum of an item over the warps, and the workgroups, that share its inputs."""
         k, splits = self._k, self._division.splits
-        share = self._items // splits
-        with k.loop("item", rank * share + k.thread, (rank + 1) * share, self._threads) as item:
-            self._finish_item(
-                item,
-                lambda matrix: k.cluster_sum(f"product{matrix}", kept, item + matrix * self._items, splits),
-            )
-
-    def _finish_item(self, item: ir.Expr, whole: Callable[[int], ir.Var]) -> None:
-        """Finish an item of all tiles: neighbours are neighbouring features."""
-        k, tiles, rows = self._k, len(self._tiles), self._problem.row_tiles
-        row = k.let("row", item // _TILE % rows * _ROWS + item // _FEATURES % _ROWS)
-        tile = item // (_TILE * tiles) * self._division.tiles + item // (_TILE * rows) % self._division.tiles
-        column = k.let("feature", self._first + tile * _FEATURES + item % _FEATURES)
-        with k.when((row < self._problem.rows) & (column < self._problem.columns)):
-            k.splice(self._finish(row, column, [whole(matrix) for matrix in range(self._each)]))
+        total = k.variable(f"whole{matrix}", 0.0, "float32")
+        for share in range(self._sharing):
+            place = index + share * apart
+            part = k.cluster_sum(k.fresh("part"), sums, place, splits) if splits > 1 else k.load(sums, place)
+            k.assign(total, total + part)
+        return k.let(f"product{matrix}", total)
