@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from starlette.testclient import TestClient
+from served import in_process
 from test_engine import built
 from test_generation import byte_level
 
@@ -19,8 +19,7 @@ from penstock.models import Engine, TextTokenizer
 from penstock.models.decoders import Decoder
 from penstock.models.programs import Bucket, Programs, bucket, covering
 from penstock.models.sampling import Needs
-from penstock.serving import Service, Settings, generation
-from penstock.serving.app import application
+from penstock.serving import generation
 
 EVERYTHING = Needs(*[True] * len(Needs._fields))
 
@@ -132,8 +131,7 @@ def test_health_says_starting_until_programs_are_there(monkeypatch: pytest.Monke
     device = ps.Device.over(_opencl())
     model = built(device, vocab_size=258)
     model.tokenizer = TextTokenizer(byte_level())
-    with Engine(model, slots=2) as engine:
-        client = TestClient(application(Service(engine, model, Settings("tiny", local=False))))
+    with Engine(model, slots=2) as engine, in_process(engine, model) as client:
         assert client.get("/health").json() == {"status": "ok"}
         engine.prepare()
         answer = client.get("/health")
@@ -157,10 +155,7 @@ def test_a_quiet_stream_says_that_it_is_alive(monkeypatch: pytest.MonkeyPatch) -
     model = built("host", vocab_size=258)
     model.tokenizer = TextTokenizer(byte_level())
     asked = {"prompt": "a", "max_tokens": 3, "temperature": 0}
-    with (
-        Engine(model, slots=2) as engine,
-        TestClient(application(Service(engine, model, Settings("tiny", local=False)))) as client,
-    ):
+    with Engine(model, slots=2) as engine, in_process(engine, model) as client:
         lines = client.post("/v1/completions", json={**asked, "stream": True}).text.split("\n\n")
         assert ": waiting" in lines
         events = [line.removeprefix("data: ") for line in lines if line.startswith("data: {")]

@@ -224,7 +224,7 @@ def test_clients_at_the_same_time_get_their_own_answers(
         assert list(pool.map(answered, range(clients))) == wanted
 
 
-def test_streams_take_turns_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_take_turns_with_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a delivery that took long, further tokens wait, but neither first tokens nor ends do."""
     clock = itertools.count()
     monkeypatch.setattr(delivery, "_LONGEST", 1e6)
@@ -233,13 +233,15 @@ def test_streams_take_turns_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> 
         ways = delivery.Delivery()
         cheap, dear, late, urgent = (asyncio.Event() for _ in range(4))
         for event in (cheap, dear):
-            await asyncio.to_thread(ways.ready, event, False)
+            ways.ready(event, False)
+            assert not event.is_set()
             await asyncio.wait_for(event.wait(), PATIENCE)
             monkeypatch.setattr(time, "thread_time", lambda: next(clock))  # a second between two calls
         await asyncio.sleep(0)
-        await asyncio.to_thread(ways.ready, late, False)
-        await asyncio.to_thread(ways.ready, urgent, True)
-        await asyncio.wait_for(urgent.wait(), PATIENCE)
+        ways.ready(late, False)
+        ways.ready(urgent, True)
+        assert urgent.is_set()
+        await asyncio.sleep(0.01)
         assert not late.is_set()
 
     asyncio.run(main())

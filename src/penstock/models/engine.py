@@ -166,6 +166,7 @@ class Engine:
         self._closing = False
         self._failure: Exception | None = None
         self._changed = threading.Condition()  # guards all of the above but the scheduler
+        self._after_step: list[Callable[[], None]] = []
         self._decoder.begin()
         atexit.register(self.close)
         self._thread = threading.Thread(target=self._work, name="penstock engine", daemon=True)
@@ -261,6 +262,13 @@ class Engine:
                 self._all_to_prepare = len(self._to_prepare)
                 self._changed.notify_all()
 
+    def after_step(self, callback: Callable[[], None]) -> None:
+        """Call a function after each step, and after requests were cancelled, in the engine's thread.
+
+        It comes after the callbacks of all pieces of that step (`Request.on_piece`), and should not fail.
+        """
+        self._after_step.append(callback)
+
     @property
     def preparing(self) -> tuple[int, int]:
         """How many of the programs that `prepare` builds there are, and how many there will be."""
@@ -302,6 +310,8 @@ class Engine:
                     self._prepare_next()
                 if self._scheduler.busy:
                     self._scheduler.advance()
+                for callback in self._after_step:
+                    callback()
         except Exception as failure:  # whatever it is, nobody should wait for ever
             error = failure
         with self._changed:

@@ -40,7 +40,7 @@ class Endpoint:
         with self._service.admitted():
             body = await _body(Headers(scope=scope), receive, self._service.settings.request_bytes)
             asked = await self._asked(body)
-            with self._service.generation(asked) as generation:
+            async with self._service.generation(asked) as generation:
                 answer = Answer(self._shape, self._service.settings.name, asked, generation)
                 async with _watched(receive, generation):
                     if asked.parameters.stream:
@@ -78,7 +78,7 @@ async def _watched(receive: Receive, generation: Generation) -> AsyncIterator[No
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        generation.cancel(_left())
+        generation.fail(_left())
 
     task = asyncio.create_task(watch())
     try:
