@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.errors import EngineClosed, QueueFull
 from penstock.models import Engine, Piece, Request
-from penstock.serving.link import Close, Failed, Link, Listening, Look, Pieces, Seen, Submit, Taken
+from penstock.serving.link import Close, Failed, Link, Listening, Look, Pieces, Seen, Submit
 from penstock.terminal import complain
 
 
@@ -22,9 +22,9 @@ class Backend:
         self.engine = engine
         self.listening = False  # whether the other process accepts connections
         self._link = link
-        self._open: dict[int, list[Request]] = {}  # the sequences of requests, by number
+        self._open: dict[int, list[Request]] = {}  # the sequences of requests that are not finished
         self._arrived: deque[tuple[Any, ...]] = deque()  # pieces that were not sent yet
-        self._sending = threading.Lock()
+        self._lock, self._sending = threading.Lock(), threading.Lock()
         self._told = False  # whether the log was told of a failure
         engine.after_step(self._send)
         threading.Thread(target=self._work, name="penstock requests", daemon=True).start()
@@ -49,10 +49,9 @@ class Backend:
                 request.cancel()
             self._link.send(self._refusal(asked.number, error))
             return
-        self._open[asked.number] = requests
-        self._link.send(Taken(asked.number))
+        self._open[asked.number] = list(requests)
         for choice, request in enumerate(requests):
-            request.on_piece(partial(self._note, asked.number, choice))
+            request.on_piece(partial(self._note, asked.number, choice, request))
         self._send()  # the pieces that came before: there may be no further step
 
     def _submitted(self, asked: Submit, choice: int) -> Request:
@@ -68,13 +67,20 @@ class Backend:
             return Failed(number, "engine")
         return Failed(number, "wrong", str(error))
 
-    def _note(self, number: int, choice: int, piece: Piece | Exception) -> None:
-        """Take a piece, in the engine's thread, or what the engine failed with."""
+    def _note(self, number: int, choice: int, request: Request, piece: Piece | Exception) -> None:
+        """Take a piece, mostly in the engine's thread, or what the engine failed with."""
         if isinstance(piece, Exception):
             self._tell_failure()
             self._link.send(Failed(number, "engine"))
-        else:
-            self._arrived.append((number, choice, *piece))
+            return
+        self._arrived.append((number, choice, *piece))
+        if piece.finish_reason is not None:
+            with self._lock:
+                unfinished = self._open.get(number, [])
+                if request in unfinished:
+                    unfinished.remove(request)
+                if not unfinished:
+                    self._open.pop(number, None)
 
     def _send(self) -> None:
         """Send what has come."""
@@ -84,9 +90,10 @@ class Backend:
                 self._link.send(Pieces(arrived))
 
     def _close(self, closed: Close) -> None:
-        for request in self._open.pop(closed.number, ()):
-            if not request.done:
-                request.cancel()
+        with self._lock:
+            unfinished = self._open.pop(closed.number, ())
+        for request in unfinished:
+            request.cancel()
 
     def _look(self, asked: Look) -> None:
         failed = self._tell_failure()

@@ -92,10 +92,9 @@ class Messages:
         """What a stream says of a choice before its first token."""
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
 
-    def part(self, pieces: list[Piece], logprobs: bool, offset: int) -> dict[str, Any]:
-        """What a stream says of further tokens."""
-        text = "".join(piece.text for piece in pieces)
-        return {"delta": {"content": text}, "logprobs": self._logprobs(pieces) if logprobs else None}
+    def part(self, piece: Piece, logprobs: bool, offset: int) -> dict[str, Any]:
+        """What a stream says of a further token."""
+        return {"delta": {"content": piece.text}, "logprobs": self._logprobs([piece]) if logprobs else None}
 
     def _logprobs(self, pieces: list[Piece]) -> dict[str, Any]:
         return {"content": [self._token(piece) for piece in pieces], "refusal": None}

@@ -42,14 +42,17 @@ class Texts:
 
     def whole(self, pieces: list[Piece], logprobs: bool) -> dict[str, Any]:
         """A choice, without its index."""
-        return {**self.part(pieces, logprobs, 0), "finish_reason": pieces[-1].finish_reason}
+        return {**self._told(pieces, logprobs, 0), "finish_reason": pieces[-1].finish_reason}
 
     def beginning(self) -> dict[str, Any] | None:
         """What a stream says of a choice before its first token."""
         return None
 
-    def part(self, pieces: list[Piece], logprobs: bool, offset: int) -> dict[str, Any]:
-        """What a stream says of further tokens; the text before them has `offset` characters."""
+    def part(self, piece: Piece, logprobs: bool, offset: int) -> dict[str, Any]:
+        """What a stream says of a further token; the text before it has `offset` characters."""
+        return self._told([piece], logprobs, offset)
+
+    def _told(self, pieces: list[Piece], logprobs: bool, offset: int) -> dict[str, Any]:
         text = "".join(piece.text for piece in pieces)
         return {"text": text, "logprobs": self._logprobs(pieces, offset) if logprobs else None}
 

@@ -36,7 +36,7 @@ class Submit(NamedTuple):
 
 
 class Close(NamedTuple):
-    """No more is wanted of a request: what is not finished is cancelled."""
+    """No more is wanted of a request that is not finished: it is cancelled."""
 
     number: int
 
@@ -52,12 +52,6 @@ class Listening(NamedTuple):
 
 
 # From the process of the engine
-
-
-class Taken(NamedTuple):
-    """The sequences of a request wait or run."""
-
-    number: int
 
 
 class Failed(NamedTuple):

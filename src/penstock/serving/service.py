@@ -23,7 +23,6 @@ from penstock.serving.link import (
     Pieces,
     Seen,
     Submit,
-    Taken,
     packed,
     received,
 )
@@ -85,8 +84,8 @@ class Service:
         finally:
             self._admitted -= 1
 
-    @asynccontextmanager
-    async def generation(self, asked: Asked) -> AsyncIterator[Generation]:
+    @contextmanager
+    def generation(self, asked: Asked) -> Iterator[Generation]:
         """The sequences of a request. What is not finished at the end is cancelled."""
         given, number = asked.parameters, next(self._numbers)
         choices = len(asked.prompts) * given.n
@@ -94,11 +93,12 @@ class Service:
         self._live[number] = generation
         try:
             self.send(Submit(number, asked.prompts, asked.lengths, given.n, given.seed, given.options))
-            await generation.taken()
             yield generation
         finally:
             del self._live[number]
-            self.send(Close(number))
+            generation.close()
+            if generation.unfinished:
+                self.send(Close(number))
 
     async def look(self) -> Seen:
         """How the engine is."""
@@ -126,8 +126,8 @@ class Service:
                     self._looks[message.number].set_result(message)
             elif isinstance(message, End):
                 self.on_end(message.grace)
-            elif message.number in self._live:
-                self._answer(self._live[message.number], message)
+            elif isinstance(message, Failed) and message.number in self._live:
+                self._live[message.number].fail(error_of(message))
         self.on_loss()
 
     def _take(self, message: Pieces) -> None:
@@ -135,9 +135,3 @@ class Service:
         for number, choice, *fields in message.arrived:
             if number in live:  # and not cancelled meanwhile
                 live[number].add(choice, Piece(*fields), now)
-
-    def _answer(self, generation: Generation, message: Taken | Failed) -> None:
-        if isinstance(message, Taken):
-            generation.begin()
-        else:
-            generation.fail(error_of(message))
