@@ -62,8 +62,10 @@ def in_process(engine: Engine, model: LanguageModel) -> Iterator[TestClient]:
 class Served:
     """A running server. What it writes to its log is in `log`."""
 
-    def __init__(self, folder: Path, *options: str, port: int = 0, key: str = "", first: str = "") -> None:
-        """`first` is run by the process before the command."""
+    def __init__(
+        self, folder: Path, *options: str, port: int = 0, key: str = "", first: str = "", **more: Any
+    ) -> None:
+        """`first` is run by the process before the command; `more` is for `Popen`."""
         self.key = key
         words = ["serve", str(folder), "--port", str(port), "--device", "host", *options]
         program = f"{first}\nfrom penstock.cli import main\nmain()"
@@ -75,6 +77,7 @@ class Served:
             stderr=self._log,
             text=True,
             env={**os.environ, "PENSTOCK_API_KEY": key},
+            **more,
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()

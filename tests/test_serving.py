@@ -190,6 +190,29 @@ def test_a_stream_is_the_answer_in_pieces(shared: Served) -> None:
     assert streamed == [choice.text for choice in text.choices]
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_every_token_is_an_event_of_its_own(shared: Served, model: LanguageModel, path: str) -> None:
+    """However many are written together; a part of a character has none."""
+    assert isinstance(model.tokenizer, TextTokenizer)
+    asked: Any = {"temperature": 0.9, "seed": 4, "max_tokens": 60}
+    chats = path.endswith("chat/completions")
+    ids = model.tokenizer.chat(MESSAGES) if chats else model.tokenizer.encode("events")
+    wanted = [piece.text for piece in model.stream(ids, 60, temperature=0.9, seed=4)]
+    text = shared.ask(
+        path, {**asked, **({"messages": MESSAGES} if chats else {"prompt": "events"}), "stream": True}
+    )[1]
+    events = [event.removeprefix("data: ") for event in text.split("\n\n") if event.startswith("data: {")]
+    choices = [json.loads(event)["choices"][0] for event in events]
+    if chats:
+        assert choices.pop(0)["delta"] == {"role": "assistant", "content": ""}
+    told = [choice["delta"]["content"] if chats else choice["text"] for choice in choices]
+    assert told == [piece for piece in wanted[:-1] if piece] + wanted[-1:]
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(told) - 1) + ["length"]
+    keys = [list(choice) for choice in choices]
+    assert keys == keys[:1] * len(keys)
+    assert text.endswith("data: [DONE]\n\n")
+
+
 def test_a_stream_comes_while_it_is_generated(shared: Served) -> None:
     stream = shared.client().completions.create(model="tiny", prompt="y", max_tokens=LONG, stream=True)
     next(iter(stream))
