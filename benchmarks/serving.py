@@ -49,6 +49,7 @@ QUESTIONS = 128  # distinct ones
 TEMPERATURE = 0.8
 PATIENCE = 600  # seconds without a byte after which a client gives up, as OpenAI's does
 WARM = 8  # answers of each client before anything is measured
+SETTLED, MOST_SETTLING = 5, 60  # seconds without a new program before the measurement, and at most until it
 MOST_PROBLEMS = 10  # that are told
 CORES = 4  # for each process of clients, so that they are not what is measured
 
@@ -349,6 +350,18 @@ class Server:
         return {name: float(value) for name, value in re.findall(r"^penstock_(\w+) (\S+)$", text, re.M)}
 
 
+def until_settled(server: Server) -> float:
+    """Wait until the server builds no more programs, or has done so for long; how long that took."""
+    start = last = now = time.perf_counter()
+    programs = 0.0
+    while now - last < SETTLED and now - start < MOST_SETTLING:
+        time.sleep(0.5)
+        now = time.perf_counter()
+        if (count := server.figures()["programs"]) != programs:
+            programs, last = count, now
+    return last - start
+
+
 def load(server: Server, asked: list[Question], chosen: argparse.Namespace, report: Report) -> Tally:
     """Let clients ask for some time, and print what the server did."""
     start = time.perf_counter()
@@ -358,6 +371,8 @@ def load(server: Server, asked: list[Question], chosen: argparse.Namespace, repo
     report.add(
         f"the first {WARM} answers of each client", warm, "s", "", None, "programs are built meanwhile"
     )
+    settled = until_settled(server)
+    report.add("and until no further programs come", settled, "s", "", None, f"for {SETTLED} s")
     before, start, busy = server.figures(), time.perf_counter(), server.cpu_seconds
     sizes = [server.resident]
     clients.forget()
