@@ -49,7 +49,8 @@ QUESTIONS = 128  # distinct ones
 TEMPERATURE = 0.8
 PATIENCE = 600  # seconds without a byte after which a client gives up, as OpenAI's does
 WARM = 8  # answers of each client before anything is measured
-SETTLED, MOST_SETTLING = 5, 60  # seconds without a new program before the measurement, and at most until it
+TURNS = 4  # times that an engine without a server gets all questions
+SETTLED, MOST_SETTLING = 5, 30  # seconds without a new program before the measurement, and at most until it
 MOST_PROBLEMS = 10  # that are told
 CORES = 4  # for each process of clients, so that they are not what is measured
 
@@ -139,18 +140,28 @@ def questions(folder: Path, chosen: argparse.Namespace, report: Report) -> list[
         Question(text, seed, length, temperature(seed), model.tokenizer.decode(answer.ids[:length]))
         for seed, (text, answer, length) in enumerate(zip(texts, answers, lengths, strict=True))
     ]
-    with Engine(model, slots=chosen.slots, queue=QUESTIONS) as engine:
-        for turn in range(2):
+    ask_engine(model, asked, chosen, report)
+    return asked
+
+
+def ask_engine(
+    model: LanguageModel, asked: list[Question], chosen: argparse.Namespace, report: Report
+) -> None:
+    """Add how fast an engine without a server answers, which always has further requests waiting."""
+    with Engine(model, slots=chosen.slots, queue=TURNS * len(asked)) as engine:
+        engine.prepare()
+        first = changed = start = time.perf_counter()
+        programs = 0
+        while start - changed < SETTLED and start - first < MOST_SETTLING:
             start, busy = time.perf_counter(), cpu_seconds()
             requests = [
                 engine.submit(each.prompt, each.tokens, temperature=each.temperature, seed=each.seed)
-                for each in asked
+                for each in asked * TURNS
             ]
-            for request in requests:
-                request.result()
-            if turn:  # the first builds programs
-                add_rate(report, "the engine without a server", sum(lengths), start, busy)
-    return asked
+            tokens = sum(len(request.result().ids) for request in requests)
+            if programs != engine.stats().programs:
+                programs, changed = engine.stats().programs, start
+        add_rate(report, "the engine without a server", tokens, start, busy)
 
 
 def add_rate(report: Report, name: str, tokens: int, start: float, busy: float) -> None:
