@@ -329,10 +329,7 @@ class Decoder:
     # Programs
 
     def covering(self, tokens: int) -> list[Bucket]:
-        """The buckets whose programs can take all steps of up to so many tokens of prompts.
-
-        The last of them takes full batches as they mostly are, without what few requests need.
-        """
+        """Buckets that can take all steps of up to so many tokens of prompts, and that of full batches."""
         most = self._pages_of_slots.shape[1]
         usual = Bucket(self.slots, 0, min(most, _WIDE), False, Needs(draws=True))
         return [*covering(self.slots, self.context, tokens, _SHORTEST, min(most, _COVERED)), usual]
