@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from served import PATIENCE, Served
 
 import penstock as ps
-from penstock.models import LanguageModel, TextTokenizer
+from penstock.models import Engine, LanguageModel, TextTokenizer
 from penstock.serving import delivery
 
 MESSAGES: list[Any] = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello ☃"}]
@@ -268,6 +268,34 @@ def test_streams_take_turns_with_requests(monkeypatch: pytest.MonkeyPatch) -> No
         assert not late.is_set()
 
     asyncio.run(main())
+
+
+def test_what_nobody_expected_ends_its_own_request_alone(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    submit = Engine.submit
+
+    def fail(engine: Engine, prompt: Any, **options: Any) -> Any:
+        if len(prompt) == 3:  # with the token that begins every text
+            raise RuntimeError("something else")
+        return submit(engine, prompt, **options)
+
+    def broken(engine: Engine) -> Any:
+        raise RuntimeError("no figures")
+
+    monkeypatch.setattr(Engine, "submit", fail)
+    with Engine(model, slots=2) as engine, served.in_process(engine, model) as client:
+        for stream in (False, True):
+            asked: Any = {"max_tokens": 2, "stream": stream}
+            answer = client.post(TEXT, json={"prompt": "a!", **asked})
+            assert (answer.status_code, is_error(answer.json())) == (500, True)
+            assert client.post(TEXT, json={"prompt": "a", **asked}).status_code == 200
+        with monkeypatch.context() as patched:
+            patched.setattr(Engine, "stats", broken)
+            assert client.get("/metrics").status_code == 500
+        assert client.get("/metrics").status_code == 200
+    log = capfd.readouterr().err
+    assert (log.count("RuntimeError: something"), log.count("RuntimeError: no figures")) == (2, 1)
 
 
 # Around them

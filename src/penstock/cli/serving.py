@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -76,7 +77,7 @@ def serve(
         assert network.tokenizer is not None  # `_loaded` has refused others
         target = serving.Target(network.tokenizer, network.vocab_size, settings.name, engine.context)
         with engine:
-            started = lambda: say(Console(), f"{settings.name}: {url}")  # noqa: E731
+            started = partial(say, Console(), f"{settings.name}: {url}")
             serving.run(engine, target, settings, listener, grace, started)
 
 

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from penstock.serving import chat, completions, page
 from penstock.serving.endpoint import Endpoint
-from penstock.serving.errors import ApiError, json_response
+from penstock.serving.errors import SERVER_FAILED, ApiError, json_response
 from penstock.serving.generation import engine_failed
 from penstock.serving.guarding import Guard
 from penstock.serving.metrics import CONTENT_TYPE
@@ -102,4 +102,4 @@ async def _no_page(request: Request, error: HTTPException) -> Response:
 
 async def _failed(request: Request, error: Exception) -> Response:
     """What nobody expected; uvicorn writes its traceback to the log."""
-    return ApiError(500, "the server has failed on this request; its log says why").response()
+    return ApiError(500, SERVER_FAILED).response()

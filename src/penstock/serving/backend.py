@@ -37,7 +37,11 @@ class Backend:
             Listening: self._listens,
         }
         for message in self._link:
-            handlers[type(message)](message)
+            try:
+                handlers[type(message)](message)
+            except Exception:  # which is no reason to leave other requests unanswered
+                complain(traceback.format_exc())
+                self._link.send(Failed(message.number, "server"))
 
     def _submit(self, asked: Submit) -> None:
         requests: list[Request] = []

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 from penstock.models import Piece
 from penstock.serving.delivery import Delivery
-from penstock.serving.errors import ApiError, refused
+from penstock.serving.errors import SERVER_FAILED, ApiError, refused
 from penstock.serving.link import Failed
 from penstock.serving.metrics import Metrics
 
@@ -83,6 +83,8 @@ def error_of(failed: Failed) -> ApiError:
     """What a client is told of a request that the engine did not take, or did not finish."""
     if failed.why == "full":
         return queue_full(failed.message)
+    if failed.why == "server":
+        return ApiError(500, SERVER_FAILED)
     return engine_failed() if failed.why == "engine" else refused(failed.message)
 
 

@@ -55,7 +55,7 @@ class Listening(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """There will be no answer: the queue is "full", the request "wrong", or the "engine" has failed."""
+    """There will be no answer: the queue is "full", the request "wrong", the "engine" or "server" failed."""
 
     number: int
     why: str

@@ -27,7 +27,9 @@ from penstock.terminal import phase
 _LOOK_SECONDS = 0.05  # between two looks at what the engine has built
 _JOIN_SECONDS = 1.0  # after which Ctrl-C is noticed where it does not end a wait
 _SWITCH_SECONDS = 0.0005  # after which the engine's thread may run; by default, ten times as long
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = [signal.SIGINT, signal.SIGTERM]
+if sys.platform == "win32":
+    _SIGNALS.append(signal.SIGBREAK)
 
 
 def bound(host: str, port: int) -> socket.socket:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from penstock.serving.link import (
 )
 from penstock.serving.metrics import Metrics
 from penstock.serving.parameters import Asked, Target
+from penstock.terminal import complain
 
 
 @dataclass(frozen=True)
@@ -117,18 +119,27 @@ class Service:
             generation.fail(ApiError(503, "the server is shutting down", code="shutting_down"))
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        """Take what the engine's process says."""
-        async for message in received(reader):
-            if isinstance(message, Pieces):
-                self._take(message)
-            elif isinstance(message, Seen):
-                if message.number in self._looks:
-                    self._looks[message.number].set_result(message)
-            elif isinstance(message, End):
-                self.on_end(message.grace)
-            elif isinstance(message, Failed) and message.number in self._live:
-                self._live[message.number].fail(error_of(message))
+        """Take what the engine's process says, until it is gone."""
+        try:
+            async for message in received(reader):
+                self._handle(message)
+        except Exception:  # without this task, every request would wait for ever
+            complain(traceback.format_exc())
         self.on_loss()
+
+    def _handle(self, message: Pieces | Failed | Seen | End) -> None:
+        if isinstance(message, Pieces):
+            self._take(message)
+        elif isinstance(message, End):
+            self.on_end(message.grace)
+        elif message.number in self._live:
+            assert isinstance(message, Failed)
+            self._live[message.number].fail(error_of(message))
+        elif message.number in self._looks and not self._looks[message.number].done():
+            if isinstance(message, Seen):
+                self._looks[message.number].set_result(message)
+            else:
+                self._looks[message.number].set_exception(error_of(message))
 
     def _take(self, message: Pieces) -> None:
         now, live = asyncio.get_running_loop().time(), self._live
