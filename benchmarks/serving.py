@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import multiprocessing
+import os
 import random
 import re
 import resource
@@ -25,7 +27,9 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -45,6 +49,10 @@ QUESTIONS = 128  # distinct ones
 TEMPERATURE = 0.8
 PATIENCE = 600  # seconds without a byte after which a client gives up, as OpenAI's does
 WARM = 8  # answers of each client before anything is measured
+TURNS = 4  # times that an engine without a server gets all questions
+SETTLED, MOST_SETTLING = 5, 30  # seconds without a new program before the measurement, and at most until it
+MOST_PROBLEMS = 10  # that are told
+CORES = 4  # for each process of clients, so that they are not what is measured
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,13 @@ class Tally:
     first_token: list[float] = field(default_factory=list)
     slowest: float = 0.0  # seconds of a whole answer
     problems: list[str] = field(default_factory=list)
+
+    def add(self, other: Tally) -> None:
+        """Take in what others have seen."""
+        self.ends += other.ends
+        self.first_token += other.first_token
+        self.slowest = max(self.slowest, other.slowest)
+        self.problems = (self.problems + other.problems)[:MOST_PROBLEMS]
 
 
 def write_model(folder: Path, shape: str, dtype: str) -> None:
@@ -109,15 +124,15 @@ def asked_offline(model: LanguageModel, texts: list[str], tokens: int, slots: in
     return answers
 
 
-def questions(folder: Path, chosen: argparse.Namespace) -> list[Question]:
-    """What clients ask; prints how fast the same is generated without a server."""
+def questions(folder: Path, chosen: argparse.Namespace, report: Report) -> list[Question]:
+    """What clients ask; adds how fast the same is generated without a server."""
     model = ps.models.load(folder, device=chosen.device)
     assert isinstance(model.tokenizer, TextTokenizer)
     texts = prompts(model, chosen.prompt)
     answers = asked_offline(model, texts, chosen.tokens, chosen.slots)
     start, busy = time.perf_counter(), cpu_seconds()
     again = asked_offline(model, texts, chosen.tokens, chosen.slots)
-    show_rate(f"offline, batches of {chosen.slots}", QUESTIONS * chosen.tokens, start, busy)
+    add_rate(report, f"offline, batches of {chosen.slots}", QUESTIONS * chosen.tokens, start, busy)
     assert chosen.rounding or [each.ids for each in again] == [each.ids for each in answers]
     draw = random.Random(1)
     lengths = [draw.randint(max(chosen.tokens // 2, 1), chosen.tokens) for _ in texts]
@@ -125,23 +140,34 @@ def questions(folder: Path, chosen: argparse.Namespace) -> list[Question]:
         Question(text, seed, length, temperature(seed), model.tokenizer.decode(answer.ids[:length]))
         for seed, (text, answer, length) in enumerate(zip(texts, answers, lengths, strict=True))
     ]
-    with Engine(model, slots=chosen.slots, queue=QUESTIONS) as engine:
-        for turn in range(2):
-            start, busy = time.perf_counter(), cpu_seconds()
-            requests = [
-                engine.submit(each.prompt, each.tokens, temperature=each.temperature, seed=each.seed)
-                for each in asked
-            ]
-            for request in requests:
-                request.result()
-            if turn:  # the first builds programs
-                show_rate("the engine without a server, the clients' questions", sum(lengths), start, busy)
+    ask_engine(model, asked, chosen, report)
     return asked
 
 
-def show_rate(name: str, tokens: int, start: float, busy: float) -> None:
+def ask_engine(
+    model: LanguageModel, asked: list[Question], chosen: argparse.Namespace, report: Report
+) -> None:
+    """Add how fast an engine without a server answers, which always has further requests waiting."""
+    with Engine(model, slots=chosen.slots, queue=TURNS * len(asked)) as engine:
+        engine.prepare()
+        first = changed = start = time.perf_counter()
+        programs = 0
+        while start - changed < SETTLED and start - first < MOST_SETTLING:
+            start, busy = time.perf_counter(), cpu_seconds()
+            requests = [
+                engine.submit(each.prompt, each.tokens, temperature=each.temperature, seed=each.seed)
+                for each in asked * TURNS
+            ]
+            tokens = sum(len(request.result().ids) for request in requests)
+            if programs != engine.stats().programs:
+                programs, changed = engine.stats().programs, start
+        add_rate(report, "the engine without a server", tokens, start, busy)
+
+
+def add_rate(report: Report, name: str, tokens: int, start: float, busy: float) -> None:
     seconds, busy = time.perf_counter() - start, cpu_seconds() - busy
-    print(f"{name}: {tokens / seconds:,.0f} tokens/s, {tokens / busy:,.0f} per second of processor time")
+    detail = f"{tokens / busy:,.0f} per second of processor time"
+    report.add(f"{name}, tokens/s", tokens / seconds, "", "", None, detail)
 
 
 def cpu_seconds() -> float:
@@ -152,20 +178,20 @@ def cpu_seconds() -> float:
 class Client(threading.Thread):
     """Asks one question after the other until it is told to stop."""
 
-    def __init__(self, url: str, number: int, asked: list[Question], tally: Tally, chosen: Any) -> None:
+    def __init__(self, place: Place, number: int, tally: Tally) -> None:
         super().__init__(name=f"client {number}", daemon=True)
-        parts = urlsplit(url)
+        parts = urlsplit(place.url)
         assert parts.hostname is not None
         self._host, self._port = parts.hostname, parts.port
         self._draw = random.Random(number)
-        self._questions, self._tally, self._leaving = asked, tally, chosen.leaving
+        self._tally, self._place = tally, place
         self.stop = threading.Event()
 
     def run(self) -> None:
         connection = self._connection()
         while not self.stop.is_set():
-            question = self._draw.choice(self._questions)
-            leaves = self._draw.random() < self._leaving
+            question = self._draw.choice(self._place.asked)
+            leaves = self._draw.random() < self._place.leaving
             start = time.perf_counter()
             try:
                 self._ask(connection, question, leaves)
@@ -194,7 +220,7 @@ class Client(threading.Thread):
         answer = connection.getresponse()
         if answer.status == 429:
             answer.read()
-            self._tally.ends["refused"] += 1
+            self._note("refused")
             time.sleep(float(answer.headers["Retry-After"]) * self._draw.random())
         elif answer.status != 200:
             self._note("lost", f"{answer.status}: {answer.read()[:200]!r}")
@@ -223,24 +249,84 @@ class Client(threading.Thread):
                 choice = json.loads(data)["choices"][0]
                 text, reason = text + choice["text"], choice["finish_reason"] or reason
                 if leaves:
-                    self._tally.ends["left"] += 1
+                    self._note("left")
                     return
         self._note("lost", f"a stream without its end: {text[-80:]!r}")
 
     def _check(self, question: Question, text: str, reason: str | None) -> None:
         if text == question.answer and reason == "length":
-            self._tally.ends["equal"] += 1
+            self._note("equal")
         else:
             self._note("different", f"{question.prompt[:40]!r} -> {text[:60]!r} not {question.answer[:60]!r}")
 
-    def _note(self, end: str, problem: str) -> None:
-        self._tally.ends[end] += 1
-        if len(self._tally.problems) < 10:
+    def _note(self, end: str, problem: str = "") -> None:
+        with self._place.ended.get_lock():
+            self._place.ended.value += 1
+            self._tally.ends[end] += 1
+        if problem and len(self._tally.problems) < MOST_PROBLEMS:
             self._tally.problems.append(problem)
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where clients ask, and what; the number of answers that have ended is shared by all of them."""
+
+    url: str
+    asked: list[Question]
+    leaving: float
+    ended: Any  # a `Value` of multiprocessing
+
+
+def asking(place: Place, numbers: Sequence[int], connection: Connection) -> None:
+    """A process of clients: forget the times so far when told so; at the end, give back what was seen."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    tally = Tally()
+    clients = [Client(place, number, tally) for number in numbers]
+    for client in clients:
+        client.start()
+    while connection.recv() == "forget":
+        tally.first_token.clear()
+    for client in clients:
+        client.stop.set()
+    for client in clients:
+        client.join(PATIENCE)
+    connection.send(tally)
+
+
+class Clients:
+    """Clients in processes of their own. They have begun when each has had some answers."""
+
+    def __init__(self, server: Server, asked: list[Question], chosen: argparse.Namespace) -> None:
+        context = multiprocessing.get_context("spawn")
+        place = Place(server.url, asked, chosen.leaving, context.Value("q", 0))
+        count = min(max((os.cpu_count() or 1) // CORES, 1), chosen.clients)
+        self._connections: list[Connection] = []
+        for number in range(count):
+            ours, theirs = context.Pipe()
+            numbers = range(number, chosen.clients, count)
+            context.Process(target=asking, args=(place, numbers, theirs), daemon=True).start()
+            theirs.close()
+            self._connections.append(ours)
+        while place.ended.value < WARM * chosen.clients:
+            time.sleep(0.1)
+
+    def forget(self) -> None:
+        """Measure from here on."""
+        for connection in self._connections:
+            connection.send("forget")
+
+    def stop(self) -> Tally:
+        """What they have seen, when each has its last answer."""
+        tally = Tally()
+        for connection in self._connections:
+            connection.send("stop")
+        for connection in self._connections:
+            tally.add(connection.recv())
+        return tally
+
+
 class Server:
-    """`penstock serve` as a process."""
+    """`penstock serve`, which consists of two processes."""
 
     def __init__(self, folder: Path, chosen: argparse.Namespace, port: int = 0) -> None:
         words = [sys.executable, "-m", "penstock", "serve", str(folder), "--port", str(port)]
@@ -251,16 +337,18 @@ class Server:
         self.url = self.process.stdout.readline().rpartition(" ")[2].strip()
         self.start_seconds = time.perf_counter() - start
         self.port = urlsplit(self.url).port or 0
-        self._process = psutil.Process(self.process.pid)
+        engine = psutil.Process(self.process.pid)
+        self._processes = [engine, *engine.children()]
 
     @property
     def resident(self) -> int:
-        return int(self._process.memory_info().rss)
+        return sum(process.memory_info().rss for process in self._processes)
 
     @property
-    def cpu_seconds(self) -> float:
-        times = self._process.cpu_times()
-        return float(times.user + times.system)
+    def cpu_seconds(self) -> list[float]:
+        """Of the process of the engine, and of that of HTTP."""
+        seconds = [sum(process.cpu_times()[:2]) for process in self._processes]
+        return [seconds[0], sum(seconds[1:])]
 
     def figures(self) -> dict[str, float]:
         """The metrics that have no labels."""
@@ -273,45 +361,43 @@ class Server:
         return {name: float(value) for name, value in re.findall(r"^penstock_(\w+) (\S+)$", text, re.M)}
 
 
-def started(server: Server, asked: list[Question], tally: Tally, chosen: argparse.Namespace) -> list[Client]:
-    clients = [Client(server.url, number, asked, tally, chosen) for number in range(chosen.clients)]
-    for client in clients:
-        client.start()
-    while tally.ends.total() < WARM * chosen.clients:
-        time.sleep(0.1)
-    return clients
-
-
-def stopped(clients: list[Client]) -> None:
-    for client in clients:
-        client.stop.set()
-    for client in clients:
-        client.join(PATIENCE)
+def until_settled(server: Server) -> float:
+    """Wait until the server builds no more programs, or has done so for long; how long that took."""
+    start = last = now = time.perf_counter()
+    programs = 0.0
+    while now - last < SETTLED and now - start < MOST_SETTLING:
+        time.sleep(0.5)
+        now = time.perf_counter()
+        if (count := server.figures()["programs"]) != programs:
+            programs, last = count, now
+    return last - start
 
 
 def load(server: Server, asked: list[Question], chosen: argparse.Namespace, report: Report) -> Tally:
     """Let clients ask for some time, and print what the server did."""
-    tally = Tally()
     start = time.perf_counter()
     report.add("start, until programs cover all steps", server.start_seconds, "s", "", None, "")
-    clients = started(server, asked, tally, chosen)
+    clients = Clients(server, asked, chosen)
     warm = time.perf_counter() - start
     report.add(
         f"the first {WARM} answers of each client", warm, "s", "", None, "programs are built meanwhile"
     )
+    settled = until_settled(server)
+    report.add("and until no further programs come", settled, "s", "", None, f"for {SETTLED} s")
     before, start, busy = server.figures(), time.perf_counter(), server.cpu_seconds
     sizes = [server.resident]
-    tally.first_token.clear()
+    clients.forget()
     while time.perf_counter() - start < chosen.seconds:
         time.sleep(1)
         sizes.append(server.resident)
-    after, seconds, busy = server.figures(), time.perf_counter() - start, server.cpu_seconds - busy
-    stopped(clients)
+    after, seconds = server.figures(), time.perf_counter() - start
+    shares = [(end - begin) / seconds for begin, end in zip(busy, server.cpu_seconds, strict=True)]
+    tally = clients.stop()
     tokens = after["generated_tokens_total"] - before["generated_tokens_total"]
     waits = sorted(tally.first_token)
     part = max(len(sizes) // 10, 1)
     most = [max(each) / 2**20 for each in (sizes[:part], sizes[-part:])]
-    detail = f"{tokens / busy:,.0f} per second of processor time; {seconds:.0f} s"
+    detail = f"{seconds:.0f} s; the engine takes {shares[0]:.0%} of a core, HTTP {shares[1]:.0%}"
     report.add(f"served to {chosen.clients} clients, tokens/s", tokens / seconds, "", "", None, detail)
     detail = f"median {statistics.median(waits) * 1e3:.0f} ms"
     last = waits[int(len(waits) * 0.99)] * 1e3
@@ -328,13 +414,12 @@ def killed(
     server: Server, folder: Path, asked: list[Question], chosen: argparse.Namespace, report: Report
 ) -> Server:
     """Kill a server under load; another one at its address, which answers as the first."""
-    clients = started(server, asked, Tally(), chosen)
+    clients = Clients(server, asked, chosen)
     server.process.send_signal(signal.SIGKILL)
     server.process.wait(60)
-    stopped(clients)
+    clients.stop()
     again = Server(folder, chosen, server.port)
-    tally = Tally()
-    stopped(started(again, asked, tally, chosen))
+    tally = Clients(again, asked, chosen).stop()
     wrong = tally.ends["lost"] + (0 if chosen.rounding else tally.ends["different"])
     detail = f"{tally.ends['equal']:,} equal; started in {again.start_seconds:.1f} s at the same address"
     report.add("killed and started again: answers lost or different", wrong, "", "0", not wrong, detail)
@@ -393,7 +478,7 @@ def main() -> None:
     with TemporaryDirectory() as temporary:
         folder = Path(temporary) / chosen.model
         write_model(folder, chosen.model, chosen.dtype)
-        asked = questions(folder, chosen)
+        asked = questions(folder, chosen, report)
         server = Server(folder, chosen)
         try:
             tally = load(server, asked, chosen, report)

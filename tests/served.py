@@ -6,21 +6,28 @@ import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
 import openai
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
 from test_generation import SIZES, byte_level
 
 import penstock as ps
-from penstock.models import TextTokenizer
+from penstock.models import Engine, LanguageModel, TextTokenizer
+from penstock.serving import Service, Settings, Target
+from penstock.serving.app import application
+from penstock.serving.backend import Backend
+from penstock.serving.link import Link
 
 TEMPLATE = "{% for message in messages %}{{ message.role[0] }}:{{ message.content }};{% endfor %}a:"
 PATIENCE = 60.0  # seconds for what should happen at once, on a busy machine
@@ -37,11 +44,28 @@ def write_model(folder: Path, template: str = TEMPLATE) -> Path:
     return folder
 
 
+@contextmanager
+def in_process(engine: Engine, model: LanguageModel) -> Iterator[TestClient]:
+    """A client of a server whose two processes are this one."""
+    ours, theirs = socket.socketpair()
+    link = Link(ours)
+    Backend(engine, link)
+    assert model.tokenizer is not None
+    target = Target(model.tokenizer, model.vocab_size, "tiny", engine.context)
+    try:
+        with TestClient(application(Service(target, Settings("tiny", local=False), theirs))) as client:
+            yield client
+    finally:
+        link.close()
+
+
 class Served:
     """A running server. What it writes to its log is in `log`."""
 
-    def __init__(self, folder: Path, *options: str, port: int = 0, key: str = "", first: str = "") -> None:
-        """`first` is run by the process before the command."""
+    def __init__(
+        self, folder: Path, *options: str, port: int = 0, key: str = "", first: str = "", **more: Any
+    ) -> None:
+        """`first` is run by the process before the command; `more` is for `Popen`."""
         self.key = key
         words = ["serve", str(folder), "--port", str(port), "--device", "host", *options]
         program = f"{first}\nfrom penstock.cli import main\nmain()"
@@ -53,6 +77,7 @@ class Served:
             stderr=self._log,
             text=True,
             env={**os.environ, "PENSTOCK_API_KEY": key},
+            **more,
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()

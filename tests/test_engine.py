@@ -400,6 +400,35 @@ def test_what_can_never_fit_is_refused(model: LanguageModel) -> None:
         Engine(model, slots=0)
 
 
+def test_a_function_is_called_after_the_pieces_of_each_step(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow(monkeypatch)
+    told: list[Any] = []
+    known: list[int] = []
+    complete = threading.Event()
+
+    def after() -> None:
+        known.append(len(told))
+        if len(told) == 12:
+            complete.set()
+
+    with Engine(model, slots=2) as engine, slow:
+        engine.after_step(after)
+        requests = [engine.submit([1, 2, token], 6) for token in (3, 4)]
+        for request in requests:
+            request.on_piece(told.append)
+        slow.free()
+        assert complete.wait(60)
+        assert known == sorted(known)
+        known.clear()
+        cancelled = engine.submit([1, 2, 3], 1000)
+        cancelled.on_piece(lambda piece: told.clear() if piece.finish_reason == "cancelled" else None)
+        cancelled.cancel()
+        cancelled.result()
+    assert known[-1] == 0, "after requests were cancelled, too"
+
+
 @pytest.mark.filterwarnings("ignore:a callback of request 0 failed")
 def test_a_callback_that_fails_ends_nothing(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(monkeypatch)

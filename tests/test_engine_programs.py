@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from starlette.testclient import TestClient
+from served import in_process
 from test_engine import built
 from test_generation import byte_level
 
@@ -19,8 +19,7 @@ from penstock.models import Engine, TextTokenizer
 from penstock.models.decoders import Decoder
 from penstock.models.programs import Bucket, Programs, bucket, covering
 from penstock.models.sampling import Needs
-from penstock.serving import Service, Settings, generation
-from penstock.serving.app import application
+from penstock.serving import generation
 
 EVERYTHING = Needs(*[True] * len(Needs._fields))
 
@@ -77,6 +76,41 @@ def test_another_program_takes_a_step_until_its_own_is_built() -> None:
     programs.close()
 
 
+def test_the_program_that_most_steps_needed_is_built_first() -> None:
+    may_go, planned = threading.Semaphore(0), []
+
+    def compiling(program: Any, chosen: Bucket) -> Callable[[], None]:
+        planned.append(chosen.rows)
+        return lambda: may_go.acquire() and None
+
+    programs = Programs(lambda chosen: object(), compiling)
+    programs.cover(Bucket(64, 0, 16, False, EVERYTHING))
+    programs.cover(Bucket(64, 16, 16, False, EVERYTHING))
+
+    def take(rows: int, length: int = 0, **needs: bool) -> Bucket:
+        return programs.take(Bucket(rows, length, 16, False, Needs(**needs)))[0]
+
+    def build() -> None:
+        assert programs._coming is not None
+        may_go.release()
+        programs._coming[2].result()
+
+    for rows in (1, 2, 4, 4, 8, 8, 8, 8, 1, 1, 1, 1, 1):
+        assert take(rows).rows == 64
+    build()
+    assert (take(1).rows, take(4).rows, planned) == (1, 64, [1, 8])
+    build()
+    assert (take(8).rows, take(2).rows, planned) == (8, 8, [1, 8, 4])
+    build()
+    # A prompt whose token is not drawn takes the program of those whose token is.
+    assert (take(2, 16).rows, planned) == (64, [1, 8, 4, 2])
+    build()
+    assert (take(2, 16).rows, planned) == (64, [1, 8, 4, 2, 2])
+    build()
+    assert take(2, 16, draws=True) == take(2, 16) == Bucket(2, 16, 16, False, Needs(draws=True))
+    programs.close()
+
+
 def test_a_prepared_engine_gives_the_tokens_of_others() -> None:
     device = ps.Device.over(_opencl())
     model = built(device)
@@ -97,7 +131,7 @@ def test_a_prepared_engine_gives_the_tokens_of_others() -> None:
         assert all(len(request.result().top_logprobs) == 6 for request in again)
         # A program that is built meanwhile must not keep steps from writing pages in place.
         assert [id(cache._node.value) for cache in engine._decoder._caches] == pages
-        assert engine.stats().programs >= engine.preparing[1] == 2
+        assert engine.stats().programs >= engine.preparing[1] == 3
     device.close()
 
 
@@ -132,14 +166,13 @@ def test_health_says_starting_until_programs_are_there(monkeypatch: pytest.Monke
     device = ps.Device.over(_opencl())
     model = built(device, vocab_size=258)
     model.tokenizer = TextTokenizer(byte_level())
-    with Engine(model, slots=2) as engine:
-        client = TestClient(application(Service(engine, model, Settings("tiny", local=False))))
+    with Engine(model, slots=2) as engine, in_process(engine, model) as client:
         assert client.get("/health").json() == {"status": "ok"}
         engine.prepare()
         answer = client.get("/health")
         assert (answer.status_code, answer.json()["status"]) == (503, "starting")
-        assert answer.json()["programs"] == {"built": 0, "all": 2}
-        covered.release(2)
+        assert answer.json()["programs"] == {"built": 0, "all": 3}
+        covered.release(3)
         while client.get("/health").status_code != 200:
             assert engine.failure is None
     device.close()
@@ -157,10 +190,7 @@ def test_a_quiet_stream_says_that_it_is_alive(monkeypatch: pytest.MonkeyPatch) -
     model = built("host", vocab_size=258)
     model.tokenizer = TextTokenizer(byte_level())
     asked = {"prompt": "a", "max_tokens": 3, "temperature": 0}
-    with (
-        Engine(model, slots=2) as engine,
-        TestClient(application(Service(engine, model, Settings("tiny", local=False)))) as client,
-    ):
+    with Engine(model, slots=2) as engine, in_process(engine, model) as client:
         lines = client.post("/v1/completions", json={**asked, "stream": True}).text.split("\n\n")
         assert ": waiting" in lines
         events = [line.removeprefix("data: ") for line in lines if line.startswith("data: {")]

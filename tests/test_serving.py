@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from served import PATIENCE, Served
 
 import penstock as ps
-from penstock.models import LanguageModel, TextTokenizer
+from penstock.models import Engine, LanguageModel, TextTokenizer
 from penstock.serving import delivery
 
 MESSAGES: list[Any] = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello ☃"}]
@@ -190,6 +190,29 @@ def test_a_stream_is_the_answer_in_pieces(shared: Served) -> None:
     assert streamed == [choice.text for choice in text.choices]
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_every_token_is_an_event_of_its_own(shared: Served, model: LanguageModel, path: str) -> None:
+    """However many are written together; a part of a character has none."""
+    assert isinstance(model.tokenizer, TextTokenizer)
+    asked: Any = {"temperature": 0.9, "seed": 4, "max_tokens": 60}
+    chats = path.endswith("chat/completions")
+    ids = model.tokenizer.chat(MESSAGES) if chats else model.tokenizer.encode("events")
+    wanted = [piece.text for piece in model.stream(ids, 60, temperature=0.9, seed=4)]
+    text = shared.ask(
+        path, {**asked, **({"messages": MESSAGES} if chats else {"prompt": "events"}), "stream": True}
+    )[1]
+    events = [event.removeprefix("data: ") for event in text.split("\n\n") if event.startswith("data: {")]
+    choices = [json.loads(event)["choices"][0] for event in events]
+    if chats:
+        assert choices.pop(0)["delta"] == {"role": "assistant", "content": ""}
+    told = [choice["delta"]["content"] if chats else choice["text"] for choice in choices]
+    assert told == [piece for piece in wanted[:-1] if piece] + wanted[-1:]
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(told) - 1) + ["length"]
+    keys = [list(choice) for choice in choices]
+    assert keys == keys[:1] * len(keys)
+    assert text.endswith("data: [DONE]\n\n")
+
+
 def test_a_stream_comes_while_it_is_generated(shared: Served) -> None:
     stream = shared.client().completions.create(model="tiny", prompt="y", max_tokens=LONG, stream=True)
     next(iter(stream))
@@ -224,7 +247,7 @@ def test_clients_at_the_same_time_get_their_own_answers(
         assert list(pool.map(answered, range(clients))) == wanted
 
 
-def test_streams_take_turns_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_take_turns_with_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a delivery that took long, further tokens wait, but neither first tokens nor ends do."""
     clock = itertools.count()
     monkeypatch.setattr(delivery, "_LONGEST", 1e6)
@@ -233,16 +256,46 @@ def test_streams_take_turns_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> 
         ways = delivery.Delivery()
         cheap, dear, late, urgent = (asyncio.Event() for _ in range(4))
         for event in (cheap, dear):
-            await asyncio.to_thread(ways.ready, event, False)
+            ways.ready(event, False)
+            assert not event.is_set()
             await asyncio.wait_for(event.wait(), PATIENCE)
             monkeypatch.setattr(time, "thread_time", lambda: next(clock))  # a second between two calls
         await asyncio.sleep(0)
-        await asyncio.to_thread(ways.ready, late, False)
-        await asyncio.to_thread(ways.ready, urgent, True)
-        await asyncio.wait_for(urgent.wait(), PATIENCE)
+        ways.ready(late, False)
+        ways.ready(urgent, True)
+        assert urgent.is_set()
+        await asyncio.sleep(0.01)
         assert not late.is_set()
 
     asyncio.run(main())
+
+
+def test_what_nobody_expected_ends_its_own_request_alone(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    submit = Engine.submit
+
+    def fail(engine: Engine, prompt: Any, **options: Any) -> Any:
+        if len(prompt) == 3:  # with the token that begins every text
+            raise RuntimeError("something else")
+        return submit(engine, prompt, **options)
+
+    def broken(engine: Engine) -> Any:
+        raise RuntimeError("no figures")
+
+    monkeypatch.setattr(Engine, "submit", fail)
+    with Engine(model, slots=2) as engine, served.in_process(engine, model) as client:
+        for stream in (False, True):
+            asked: Any = {"max_tokens": 2, "stream": stream}
+            answer = client.post(TEXT, json={"prompt": "a!", **asked})
+            assert (answer.status_code, is_error(answer.json())) == (500, True)
+            assert client.post(TEXT, json={"prompt": "a", **asked}).status_code == 200
+        with monkeypatch.context() as patched:
+            patched.setattr(Engine, "stats", broken)
+            assert client.get("/metrics").status_code == 500
+        assert client.get("/metrics").status_code == 200
+    log = capfd.readouterr().err
+    assert (log.count("RuntimeError: something"), log.count("RuntimeError: no figures")) == (2, 1)
 
 
 # Around them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 import served
 from served import Served
@@ -54,6 +56,16 @@ def begun(server: Served, tokens: int = LONG) -> Any:
     return stream
 
 
+def http_process(server: Served) -> psutil.Process:
+    """The process that has the server's address."""
+    (process,) = (
+        child
+        for child in psutil.Process(server.process.pid).children()
+        if any(each.laddr.port == server.port for each in child.net_connections())
+    )
+    return process
+
+
 def test_a_full_queue_is_told_and_those_who_leave_make_room(start: Start) -> None:
     server = start("--slots", "1", "--queue", "2")
     streams = [begun(server)]
@@ -62,10 +74,11 @@ def test_a_full_queue_is_told_and_those_who_leave_make_room(start: Start) -> Non
     for number, connection in enumerate(waiting):
         connection.request("POST", TEXT, body, {"Content-Type": "application/json"})
         server.wait_until(lambda figures, number=number: figures["sequences_waiting"] == number + 1)
-    status, tree, headers = server.ask(TEXT, {"prompt": "a"})
-    assert status == 429
-    assert headers["Retry-After"] == "1"
-    assert tree["error"]["code"] == "queue_full"
+    for stream in (False, True):
+        status, tree, headers = server.ask(TEXT, {"prompt": "a", "stream": stream})
+        assert status == 429
+        assert headers["Retry-After"] == "1"
+        assert tree["error"]["code"] == "queue_full"
     with pytest.raises(openai.RateLimitError):
         server.client().completions.create(model="tiny", prompt="a")
     assert server.ask("/health")[0] == 200, "a full server is alive"
@@ -190,11 +203,36 @@ def test_a_second_signal_ends_at_once(start: Start) -> None:
         list(stream)
 
 
+@pytest.mark.skipif(os.name != "posix", reason="there are no groups of processes")
+def test_a_signal_to_both_processes_is_one(start: Start) -> None:
+    """As Ctrl-C in a terminal, or the end of a service, whose processes all get SIGTERM."""
+    server = start(start_new_session=True)
+    stream = begun(server, tokens=120)
+    os.killpg(server.process.pid, signal.SIGINT)
+    assert list(stream)[-1].choices[0].finish_reason == "length"
+    assert server.wait() == 0
+    assert server.log == ""
+
+
+def test_a_server_without_its_process_of_http_ends(start: Start) -> None:
+    server = start()
+    stream = begun(server)
+    http_process(server).kill()
+    assert server.wait() == 1
+    assert "the process of HTTP has ended with status" in server.log
+    with pytest.raises(openai.APIConnectionError):
+        list(stream)
+    with socket.create_server(("127.0.0.1", server.port)):
+        pass
+
+
 def test_a_killed_server_is_started_again_at_its_address(start: Start) -> None:
     server = start()
     stream = begun(server)
+    other = http_process(server)
     server.process.kill()
     assert server.wait() == -signal.SIGKILL
+    other.wait(served.PATIENCE)
     with pytest.raises(openai.APIConnectionError):
         list(stream)
     again = start(port=server.port)

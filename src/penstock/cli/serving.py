@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -73,9 +74,11 @@ def serve(
         url = serving.url_of(listener)
         if not (settings.local or settings.key):
             warnings.warn(f"no API key: whoever reaches {url} can use it", PenstockWarning, stacklevel=1)
+        assert network.tokenizer is not None  # `_loaded` has refused others
+        target = serving.Target(network.tokenizer, network.vocab_size, settings.name, engine.context)
         with engine:
-            service = serving.Service(engine, network, settings)
-            serving.run(service, listener, grace, lambda: say(Console(), f"{settings.name}: {url}"))
+            started = partial(say, Console(), f"{settings.name}: {url}")
+            serving.run(engine, target, settings, listener, grace, started)
 
 
 def _loaded(folder: Path, slots: int, queue: int, memory: str | None) -> tuple[LanguageModel, Engine]:

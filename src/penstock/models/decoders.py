@@ -329,9 +329,10 @@ class Decoder:
     # Programs
 
     def covering(self, tokens: int) -> list[Bucket]:
-        """The buckets whose programs can take all steps of up to so many tokens of prompts."""
-        width = min(self._pages_of_slots.shape[1], _COVERED)
-        return list(covering(self.slots, self.context, tokens, _SHORTEST, width))
+        """Buckets that can take all steps of up to so many tokens of prompts, and that of full batches."""
+        most = self._pages_of_slots.shape[1]
+        usual = Bucket(self.slots, 0, min(most, _WIDE), False, Needs(draws=True))
+        return [*covering(self.slots, self.context, tokens, _SHORTEST, min(most, _COVERED)), usual]
 
     def cover(self, chosen: Bucket) -> None:
         """Build a program that may take the steps of others, and run it for no sequence."""

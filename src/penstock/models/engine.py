@@ -57,10 +57,10 @@ class Request:
     def __init__(self, engine: Engine, id: int, sequence: TokenSequence) -> None:
         self.id, self.prompt_tokens = id, list(sequence.ids)
         self._engine, self._sequence = engine, sequence
-        self._changed = threading.Condition()
+        self._changed, self._waiting = threading.Condition(), 0  # and how many threads wait for it
         self._pieces: list[Piece] = []
         self._callbacks: list[Callable[[Piece | Exception], None]] = []
-        self._completion = Completion()
+        self._completion: Completion | None = None
         self._error: Exception | None = None
         self._done = sequence.max_tokens == 0
 
@@ -73,8 +73,7 @@ class Request:
         at = 0
         while True:
             with self._changed:
-                while not self._done and len(self._pieces) <= at:
-                    self._changed.wait()
+                self._wait_for(lambda: self._done or len(self._pieces) > at)  # noqa: B023 - called here
                 pieces, done = self._pieces[at:], self._done
             yield from pieces
             at += len(pieces)
@@ -86,10 +85,21 @@ class Request:
     def result(self) -> Completion:
         """Wait for the end: all that was generated."""
         with self._changed:
-            self._changed.wait_for(lambda: self._done)
-        if self._error is not None:
-            raise self._error
+            self._wait_for(lambda: self._done)
+            if self._error is not None:
+                raise self._error
+            if self._completion is None:
+                self._completion = Completion()
+                for piece in self._pieces:
+                    self._completion.add(piece)
         return self._completion
+
+    def _wait_for(self, condition: Callable[[], bool]) -> None:
+        self._waiting += 1
+        try:
+            self._changed.wait_for(condition)
+        finally:
+            self._waiting -= 1
 
     def cancel(self) -> None:
         """End it before the next step; its last piece then has the finish_reason "cancelled"."""
@@ -110,7 +120,6 @@ class Request:
     def _add(self, piece: Piece) -> None:
         with self._changed:
             self._pieces.append(piece)
-            self._completion.add(piece)
             self._done = piece.finish_reason is not None
             self._tell(piece)
 
@@ -120,7 +129,8 @@ class Request:
             self._tell(error)
 
     def _tell(self, news: Piece | Exception) -> None:
-        self._changed.notify_all()
+        if self._waiting:
+            self._changed.notify_all()
         for callback in list(self._callbacks):
             try:
                 callback(news)
@@ -166,6 +176,7 @@ class Engine:
         self._closing = False
         self._failure: Exception | None = None
         self._changed = threading.Condition()  # guards all of the above but the scheduler
+        self._after_step: list[Callable[[], None]] = []
         self._decoder.begin()
         atexit.register(self.close)
         self._thread = threading.Thread(target=self._work, name="penstock engine", daemon=True)
@@ -261,6 +272,13 @@ class Engine:
                 self._all_to_prepare = len(self._to_prepare)
                 self._changed.notify_all()
 
+    def after_step(self, callback: Callable[[], None]) -> None:
+        """Call a function after each step, and after requests were cancelled, in the engine's thread.
+
+        It comes after the callbacks of all pieces of that step (`Request.on_piece`), and should not fail.
+        """
+        self._after_step.append(callback)
+
     @property
     def preparing(self) -> tuple[int, int]:
         """How many of the programs that `prepare` builds there are, and how many there will be."""
@@ -302,6 +320,8 @@ class Engine:
                     self._prepare_next()
                 if self._scheduler.busy:
                     self._scheduler.advance()
+                for callback in self._after_step:
+                    callback()
         except Exception as failure:  # whatever it is, nobody should wait for ever
             error = failure
         with self._changed:

@@ -3,13 +3,14 @@
 Building a program takes seconds where kernels are compiled, and all sequences would wait for it. So an engine
 first builds a few programs that cover all others: with more rows, longer prompts, and everything computed
 that a sequence may need. A step that needs another program is taken by the smallest that covers it, while a
-thread compiles kernels for its own, of one program at a time. Only compilers run in that thread: anything
-else would take Python's lock from the steps.
+thread compiles kernels, of one program at a time, and first of that which most steps needed. Only compilers
+run in that thread: anything else would take Python's lock from the steps.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -87,6 +88,7 @@ class Programs:
         self._make, self._compiling = make, compiling
         self._covering: dict[Bucket, Any] = {}
         self._others = LRU[Bucket, Any](_MOST)
+        self._missed = Counter[Bucket]()  # steps that another program took
         self._failed: set[Bucket] = set()
         self._thread: ThreadPoolExecutor | None = None
         self._coming: tuple[Bucket, Any, Future[None]] | None = None  # whose kernels are being compiled
@@ -106,6 +108,9 @@ class Programs:
     def take(self, wanted: Bucket) -> tuple[Bucket, Any]:
         """The bucket in which a step is computed, and its program."""
         self._arrive()
+        if self._thread is not None and wanted.length:
+            # Draws of few rows cost a prompt next to nothing, and there are half as many programs to build.
+            wanted = wanted._replace(needs=wanted.needs._replace(draws=True))
         program = self._covering.get(wanted) or self._others.use(wanted)
         if program is not None:
             return wanted, program
@@ -113,12 +118,15 @@ class Programs:
         if not able:
             program = self._others[wanted] = self._make(wanted)
             return wanted, program
-        if self._coming is None and wanted not in self._failed:
-            self._begin(wanted)
+        if wanted not in self._failed:
+            self._missed[wanted] += 1
+        if self._coming is None and self._missed:
+            self._begin(self._missed.most_common(1)[0][0])
         return min(able, key=lambda item: item[0].work)
 
     def _begin(self, wanted: Bucket) -> None:
         """Have the kernels of a program compiled."""
+        del self._missed[wanted]
         program = self._make(wanted)
         assert self._thread is not None
         try:
@@ -134,6 +142,7 @@ class Programs:
             return
         wanted, program, compiled = self._coming
         self._coming = None
+        del self._missed[wanted]  # by steps that were taken meanwhile
         if compiled.exception() is None:
             self._others[wanted] = program
         else:

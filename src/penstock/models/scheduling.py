@@ -125,7 +125,9 @@ class Scheduler:
                 return
             shared = self.pages.share(known)
             more = pages_of(min(target + 1, self.decoder.context)) - len(shared)
-            if self.pages.available < more + sum(map(self._may_grow, self.running)):
+            left = self.pages.available - more
+            # Each sequence is looked at only where pages are so few that it may matter.
+            if left < len(self.running) and left < sum(map(self._may_grow, self.running)):
                 self.pages.give_back(shared)
                 return
             self.waiting.popleft()

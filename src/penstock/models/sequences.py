@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.data.tokenizer import StreamDecoder, TextStream
 from penstock.models.paging import digests
@@ -15,11 +15,10 @@ if TYPE_CHECKING:
     from penstock.models.model import LanguageModel
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A token as it is generated. The text is what it completes, and may be empty."""
 
-    index: int  # of the prompt
+    index: int  # type: ignore[assignment] # of the prompt; hides a method of tuples that nobody needs
     id: int  # -1: there is no further token, since the request was cancelled
     text: str
     logprob: float | None = None

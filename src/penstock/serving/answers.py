@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -14,6 +15,7 @@ from penstock.serving.parameters import Asked
 
 DONE = "data: [DONE]\n\n"
 ALIVE = ": waiting\n\n"  # a comment, which clients skip
+_TEXT = "\0"  # in the place of a text: no name of a model has it
 
 
 class Shape(Protocol):
@@ -29,8 +31,8 @@ class Shape(Protocol):
     def beginning(self) -> dict[str, Any] | None:
         """What a stream says of a choice before its first token."""
 
-    def part(self, pieces: list[Piece], logprobs: bool, offset: int) -> dict[str, Any]:
-        """What a stream says of further tokens; the text before them has `offset` characters."""
+    def part(self, piece: Piece, logprobs: bool, offset: int) -> dict[str, Any]:
+        """What a stream says of a further token; the text before it has `offset` characters."""
 
 
 class Answer:
@@ -38,7 +40,7 @@ class Answer:
 
     def __init__(self, shape: Shape, name: str, asked: Asked, generation: Generation) -> None:
         self._shape, self._asked, self._generation = shape, asked, generation
-        self._logprobs = bool(asked.parameters.options["logprobs"])
+        self.logprobs = bool(asked.parameters.options["logprobs"])
         self._head = {"id": f"{shape.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
         self._tokens = 0
 
@@ -50,37 +52,40 @@ class Answer:
                 choices[number].append(piece)
             self._tokens += len(arrived)
         shaped = [
-            {"index": number, **self._shape.whole(pieces, self._logprobs)}
+            {"index": number, **self._shape.whole(pieces, self.logprobs)}
             for number, pieces in enumerate(choices)
         ]
         return {**self._head, "object": self._shape.object, "choices": shaped, "usage": self._usage()}
 
     async def events(self) -> AsyncIterator[str]:
-        """The same as it comes, as server-sent events."""
-        beginning = self._shape.beginning()
+        """The same as it comes, as server-sent events; those that have come together are one text.
+
+        The last text ends with `DONE`.
+        """
+        choices = [_Choice(self, number) for number in range(self._generation.count)]
+        text, beginning = "", self._shape.beginning()
         if beginning is not None:
-            for number in range(self._generation.count):
-                yield self._event(number, beginning, None)
-        offsets = [0] * self._generation.count
+            text = "".join(self._event(choice.number, beginning, None) for choice in choices)
         async for arrived in self._generation.pieces():
             self._tokens += len(arrived)
-            parts: dict[int, list[Piece]] = {}
-            for number, piece in arrived:
-                parts.setdefault(number, []).append(piece)
-            events = [self._part(number, pieces, offsets) for number, pieces in parts.items()]
-            if text := "".join(events) if arrived else ALIVE:
+            text += "".join([choices[number].event(piece) for number, piece in arrived]) if arrived else ALIVE
+            if text and self._generation.unfinished:
                 yield text
+                text = ""
         if self._asked.parameters.include_usage:
-            yield self._chunk([], self._usage())
-        yield DONE
+            text += self._chunk([], self._usage())
+        yield text + DONE
 
-    def _part(self, number: int, pieces: list[Piece], offsets: list[int]) -> str:
-        length, finish_reason = sum(len(piece.text) for piece in pieces), pieces[-1].finish_reason
-        if not (length or finish_reason or self._logprobs):
-            return ""  # a part of a character
-        part = self._shape.part(pieces, self._logprobs, offsets[number])
-        offsets[number] += length
-        return self._event(number, part, finish_reason)
+    def event(self, number: int, piece: Piece, offset: int) -> str:
+        """The event of a further token of a choice; the text before it has `offset` characters."""
+        part = self._shape.part(piece, self.logprobs, offset)
+        return self._event(number, part, piece.finish_reason)
+
+    def around_text(self, number: int) -> tuple[str, str]:
+        """What an event of a choice has before and after its text, without log-probabilities."""
+        event = self._event(number, self._shape.part(Piece(0, 0, _TEXT), False, 0), None)
+        before, _, after = event.partition(as_json(_TEXT))
+        return before, after
 
     def _event(self, number: int, part: dict[str, Any], finish_reason: str | None) -> str:
         return self._chunk([{"index": number, **part, "finish_reason": finish_reason}], None)
@@ -98,3 +103,21 @@ class Answer:
             "completion_tokens": self._tokens,
             "total_tokens": prompt + self._tokens,
         }
+
+
+class _Choice:
+    """A choice of a stream. Its events differ in their texts alone but for the last: they are made once."""
+
+    def __init__(self, answer: Answer, number: int) -> None:
+        self._answer, self.number = answer, number
+        self._offset = 0  # characters so far
+        self._before, self._after = answer.around_text(number)
+
+    def event(self, piece: Piece) -> str:
+        """The event of a further token; empty where that is but a part of a character."""
+        text = piece.text
+        if piece.finish_reason or self._answer.logprobs:
+            event = self._answer.event(self.number, piece, self._offset)
+            self._offset += len(text)
+            return event
+        return f"{self._before}{json.dumps(text)}{self._after}" if text else ""

@@ -15,7 +15,8 @@ from starlette.routing import Route
 
 from penstock.serving import chat, completions, page
 from penstock.serving.endpoint import Endpoint
-from penstock.serving.errors import ApiError, json_response
+from penstock.serving.errors import SERVER_FAILED, ApiError, json_response
+from penstock.serving.generation import engine_failed
 from penstock.serving.guarding import Guard
 from penstock.serving.metrics import CONTENT_TYPE
 from penstock.serving.parameters import no_model
@@ -25,8 +26,8 @@ from penstock.serving.service import Service
 def application(service: Service) -> Starlette:
     """The ASGI application over a service."""
     simple = _Simple(service)
-    texts = Endpoint(service, completions.asked, completions.Texts(service.target.model))
-    messages = Endpoint(service, chat.asked, chat.Messages(service.target.model))
+    texts = Endpoint(service, completions.asked, completions.Texts(service.target.tokenizer))
+    messages = Endpoint(service, chat.asked, chat.Messages(service.target.tokenizer))
     routes = [
         Route("/", simple.page),
         Route("/health", simple.health),
@@ -42,8 +43,8 @@ def application(service: Service) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        service.start()
-        yield
+        async with service.running():
+            yield
 
     handlers: dict[Any, Any] = {HTTPException: _no_page, Exception: _failed}
     return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers, lifespan=lifespan)
@@ -55,21 +56,23 @@ class _Simple:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._page = page.response(
-            service.settings.name, chat.has_chat(service.target.model), bool(service.settings.key)
+            service.settings.name, chat.has_chat(service.target.tokenizer), bool(service.settings.key)
         )
 
     async def page(self, request: Request) -> Response:
         return self._page
 
     async def health(self, request: Request) -> Response:
-        self._service.check()
-        built, programs = self._service.engine.preparing
+        seen = await self._service.look()
+        if seen.failed:
+            raise engine_failed(503)
+        built, programs = seen.preparing
         if built < programs:
             return json_response({"status": "starting", "programs": {"built": built, "all": programs}}, 503)
         return json_response({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
-        text = self._service.metrics.text(self._service.engine.stats())
+        text = self._service.metrics.text((await self._service.look()).stats)
         return Response(text, media_type=CONTENT_TYPE)
 
     async def models(self, request: Request) -> Response:
@@ -99,4 +102,4 @@ async def _no_page(request: Request, error: HTTPException) -> Response:
 
 async def _failed(request: Request, error: Exception) -> Response:
     """What nobody expected; uvicorn writes its traceback to the log."""
-    return ApiError(500, "the server has failed on this request; its log says why").response()
+    return ApiError(500, SERVER_FAILED).response()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from penstock.data import Tokenizer
 from penstock.errors import PenstockError
-from penstock.models import LanguageModel, Piece, TextTokenizer
+from penstock.models import Piece, TextTokenizer
 from penstock.models.sampling import MOST_TOP
 from penstock.serving.errors import refused
 from penstock.serving.fields import Fields
@@ -36,9 +37,9 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def has_chat(model: LanguageModel) -> bool:
-    """Whether the model has a chat template."""
-    return isinstance(model.tokenizer, TextTokenizer) and bool(model.tokenizer.template)
+def has_chat(tokenizer: TextTokenizer | Tokenizer) -> bool:
+    """Whether there is a chat template."""
+    return isinstance(tokenizer, TextTokenizer) and bool(tokenizer.template)
 
 
 def asked(target: Target, body: Any) -> Asked:
@@ -55,8 +56,8 @@ def asked(target: Target, body: Any) -> Asked:
         fields.text(key)
     parameters = parameters_of(fields, target.name, logprobs, top_logprobs or 0)
     fields.nothing_else()
-    tokenizer = target.model.tokenizer
-    if not has_chat(target.model):
+    tokenizer = target.tokenizer
+    if not has_chat(tokenizer):
         raise refused("the model has no chat template; /v1/completions continues a text with it", "messages")
     assert isinstance(tokenizer, TextTokenizer)
     try:
@@ -75,8 +76,8 @@ class Messages:
 
     prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, model: LanguageModel) -> None:
-        self._tokenizer = model.tokenizer
+    def __init__(self, tokenizer: TextTokenizer | Tokenizer) -> None:
+        self._tokenizer = tokenizer
 
     def whole(self, pieces: list[Piece], logprobs: bool) -> dict[str, Any]:
         """A choice, without its index."""
@@ -91,10 +92,9 @@ class Messages:
         """What a stream says of a choice before its first token."""
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
 
-    def part(self, pieces: list[Piece], logprobs: bool, offset: int) -> dict[str, Any]:
-        """What a stream says of further tokens."""
-        text = "".join(piece.text for piece in pieces)
-        return {"delta": {"content": text}, "logprobs": self._logprobs(pieces) if logprobs else None}
+    def part(self, piece: Piece, logprobs: bool, offset: int) -> dict[str, Any]:
+        """What a stream says of a further token."""
+        return {"delta": {"content": piece.text}, "logprobs": self._logprobs([piece]) if logprobs else None}
 
     def _logprobs(self, pieces: list[Piece]) -> dict[str, Any]:
         return {"content": [self._token(piece) for piece in pieces], "refusal": None}
@@ -104,7 +104,6 @@ class Messages:
         return {**self._with_logprob(piece.id, piece.logprob), "top_logprobs": likeliest}
 
     def _with_logprob(self, token: int, logprob: float | None) -> dict[str, Any]:
-        assert self._tokenizer is not None
         text = self._tokenizer.decode([token])
         # A token may be a part of a character: then its bytes are not told.
         content = None if "\ufffd" in text else list(text.encode())

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from penstock.data import Tokenizer
 from penstock.errors import PenstockError
-from penstock.models import LanguageModel, Piece
+from penstock.models import Piece, TextTokenizer
 from penstock.serving.errors import refused
 from penstock.serving.fields import Fields, is_integer
 from penstock.serving.parameters import Asked, Target, parameters_of, tokens_left
@@ -18,7 +19,7 @@ _KINDS = "a string, a list of strings, a list of token ids, or a list of such li
 def asked(target: Target, body: Any) -> Asked:
     """What the body of a request asks for."""
     fields = Fields(body)
-    prompts = _prompts(target.model, fields)
+    prompts = _prompts(target, fields)
     logprobs = fields.integer("logprobs", 0, _MOST_LOGPROBS)
     fields.only("echo", (False,))
     fields.only("suffix", ("",))
@@ -36,24 +37,26 @@ class Texts:
 
     prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: LanguageModel) -> None:
-        self._tokenizer = model.tokenizer
+    def __init__(self, tokenizer: TextTokenizer | Tokenizer) -> None:
+        self._tokenizer = tokenizer
 
     def whole(self, pieces: list[Piece], logprobs: bool) -> dict[str, Any]:
         """A choice, without its index."""
-        return {**self.part(pieces, logprobs, 0), "finish_reason": pieces[-1].finish_reason}
+        return {**self._told(pieces, logprobs, 0), "finish_reason": pieces[-1].finish_reason}
 
     def beginning(self) -> dict[str, Any] | None:
         """What a stream says of a choice before its first token."""
         return None
 
-    def part(self, pieces: list[Piece], logprobs: bool, offset: int) -> dict[str, Any]:
-        """What a stream says of further tokens; the text before them has `offset` characters."""
+    def part(self, piece: Piece, logprobs: bool, offset: int) -> dict[str, Any]:
+        """What a stream says of a further token; the text before it has `offset` characters."""
+        return self._told([piece], logprobs, offset)
+
+    def _told(self, pieces: list[Piece], logprobs: bool, offset: int) -> dict[str, Any]:
         text = "".join(piece.text for piece in pieces)
         return {"text": text, "logprobs": self._logprobs(pieces, offset) if logprobs else None}
 
     def _logprobs(self, pieces: list[Piece], offset: int) -> dict[str, Any]:
-        assert self._tokenizer is not None
         offsets = []
         for piece in pieces:
             offsets.append(offset)
@@ -67,14 +70,13 @@ class Texts:
 
     def _likeliest(self, piece: Piece) -> dict[str, float | None]:
         """By their texts, the likeliest tokens; the token itself is always among them."""
-        assert self._tokenizer is not None
         result: dict[str, float | None] = {}
         for token, logprob in (*piece.top_logprobs, (piece.id, piece.logprob)):
             result.setdefault(self._tokenizer.decode([token]), logprob)
         return result
 
 
-def _prompts(model: LanguageModel, fields: Fields) -> list[list[int]]:
+def _prompts(target: Target, fields: Fields) -> list[list[int]]:
     given = fields.take("prompt")
     if given is None:
         raise refused(f"prompt is missing: {_KINDS}", "prompt")
@@ -85,12 +87,12 @@ def _prompts(model: LanguageModel, fields: Fields) -> list[list[int]]:
     prompts = []
     for prompt in given:
         if isinstance(prompt, str):
-            prompts.append(encoded(model, prompt))
+            prompts.append(_encoded(target.tokenizer, prompt))
         elif isinstance(prompt, list) and all(map(is_integer, prompt)):
             prompts.append(prompt)
         else:
             raise fields.wrong("prompt", _KINDS, given)
-    most = model.vocab_size - 1
+    most = target.vocab_size - 1
     for prompt in prompts:
         if not prompt:
             raise refused("a prompt has a token or more, and an empty prompt was given", "prompt")
@@ -99,10 +101,9 @@ def _prompts(model: LanguageModel, fields: Fields) -> list[list[int]]:
     return prompts
 
 
-def encoded(model: LanguageModel, text: str) -> list[int]:
+def _encoded(tokenizer: TextTokenizer | Tokenizer, text: str) -> list[int]:
     """The token ids of a prompt."""
-    assert model.tokenizer is not None
     try:
-        return [int(token) for token in model.tokenizer.encode(text)]
+        return [int(token) for token in tokenizer.encode(text)]
     except (PenstockError, ValueError) as error:  # characters that the tokenizer does not know
         raise refused(f"the prompt cannot be tokenized: {error}", "prompt") from None

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from penstock.serving.answers import Answer, Shape
+from penstock.serving.answers import DONE, Answer, Shape
 from penstock.serving.errors import ApiError, as_json, json_response, refused
 from penstock.serving.fields import parsed
 from penstock.serving.generation import Generation
@@ -60,15 +60,20 @@ class Endpoint:
 
 
 async def _stream(answer: Answer, scope: Scope, send: Send) -> None:
+    events = answer.events()
+    text = await anext(events)  # an error before it is no stream
     await send({"type": "http.response.start", "status": 200, "headers": _STREAMED})
     try:
-        async for text in answer.events():
-            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+        while True:
+            last = text.endswith(DONE)
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": not last})
+            if last:
+                return
+            text = await anext(events)
     except ApiError as error:
         scope[FAILED] = error.status
         event = f"data: {as_json(error.tree)}\n\n"
-        await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
-    await send({"type": "http.response.body", "body": b""})
+        await send({"type": "http.response.body", "body": event.encode()})
 
 
 @asynccontextmanager
@@ -78,7 +83,7 @@ async def _watched(receive: Receive, generation: Generation) -> AsyncIterator[No
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        generation.cancel(_left())
+        generation.fail(_left())
 
     task = asyncio.create_task(watch())
     try:

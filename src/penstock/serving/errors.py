@@ -8,6 +8,8 @@ from typing import Any
 
 from starlette.responses import Response
 
+SERVER_FAILED = "the server has failed on this request; its log says why"
+
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.models import LanguageModel
+from penstock.data import Tokenizer
+from penstock.models import TextTokenizer
 from penstock.serving.errors import ApiError, refused
 from penstock.serving.fields import Fields
 
@@ -34,7 +35,8 @@ class Parameters:
 class Target:
     """Who is asked: a model by its name, with as many positions for a prompt and its answer."""
 
-    model: LanguageModel
+    tokenizer: TextTokenizer | Tokenizer
+    vocab_size: int
     name: str
     context: int
 

@@ -1,28 +1,35 @@
-"""A server process: a socket, uvicorn, and how it comes to an end."""
+"""A server: a socket, the process of HTTP that it is handed to, and signals."""
 
 from __future__ import annotations
 
-import asyncio
+import multiprocessing
 import os
+import signal
 import socket
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from ipaddress import ip_address
+from multiprocessing.process import BaseProcess
 from types import FrameType
 
-import uvicorn
 from rich.console import Console
 
-from penstock.errors import SettingError
-from penstock.serving.app import application
-from penstock.serving.service import Service
+from penstock.errors import PenstockError, SettingError
+from penstock.models import Engine
+from penstock.serving import front
+from penstock.serving.backend import Backend
+from penstock.serving.link import End, Link
+from penstock.serving.parameters import Target
+from penstock.serving.service import Settings
 from penstock.terminal import phase
 
-_AFTER_GRACE = 5  # seconds to tell clients that their answers were cancelled
-_KEEP_ALIVE = 75  # seconds that an idle connection stays open
 _LOOK_SECONDS = 0.05  # between two looks at what the engine has built
+_JOIN_SECONDS = 1.0  # after which Ctrl-C is noticed where it does not end a wait
 _SWITCH_SECONDS = 0.0005  # after which the engine's thread may run; by default, ten times as long
+_SIGNALS = [signal.SIGINT, signal.SIGTERM]
+if sys.platform == "win32":
+    _SIGNALS.append(signal.SIGBREAK)
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -51,59 +58,86 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def run(service: Service, listener: socket.socket, grace: float, started: Callable[[], None]) -> None:
-    """Answer requests until the process is told to end by SIGINT or SIGTERM.
+def run(
+    engine: Engine,
+    target: Target,
+    settings: Settings,
+    listener: socket.socket,
+    grace: float,
+    started: Callable[[], None],
+) -> None:
+    """Answer requests until the process is told to end by SIGINT or SIGTERM; closes the socket.
 
     `started` is called when the engine has built its programs; requests before that wait. Answers that are on
     their way at the end have `grace` seconds. A second signal ends the process at once.
     """
-    config = uvicorn.Config(
-        application(service),
-        loop="asyncio",
-        http="h11",
-        ws="none",
-        lifespan="on",
-        log_level="error",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=_KEEP_ALIVE,
-        timeout_graceful_shutdown=int(grace) + _AFTER_GRACE,
+    ours, theirs = socket.socketpair()
+    link = Link(ours)
+    with theirs, listener:
+        process = _spawned(target, settings, theirs, listener)
+    # From here on, only that process has its end of the pair, and the socket: both close when it ends.
+    try:
+        with _signals_sent(link, grace):
+            sys.setswitchinterval(_SWITCH_SECONDS)
+            _wait_until_ready(Backend(engine, link), process)
+            if process.is_alive():
+                started()
+            while process.is_alive():
+                process.join(_JOIN_SECONDS)
+    finally:
+        link.close()
+    if process.exitcode:
+        raise PenstockError(f"the process of HTTP has ended with status {process.exitcode}")
+
+
+def _spawned(
+    target: Target, settings: Settings, connected: socket.socket, listener: socket.socket
+) -> BaseProcess:
+    # Not forked: a driver's threads and locks do not survive that.
+    process = multiprocessing.get_context("spawn").Process(
+        target=front.serve, args=(target, settings, connected, listener), name="penstock http", daemon=True
     )
-    sys.setswitchinterval(_SWITCH_SECONDS)
-    _Server(config, service, grace, started).run([listener])
+    if not hasattr(signal, "pthread_sigmask"):
+        process.start()
+        return process
+    # A process inherits which signals are blocked: so Ctrl-C does not end it before it ignores that.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return process
 
 
-class _Server(uvicorn.Server):
-    def __init__(
-        self, config: uvicorn.Config, service: Service, grace: float, started: Callable[[], None]
-    ) -> None:
-        super().__init__(config)
-        self._service, self._grace, self._started = service, grace, started
+@contextmanager
+def _signals_sent(link: Link, grace: float) -> Iterator[None]:
+    """Inside, the first signal asks the process of HTTP to end, and a second ends this one at once."""
+    arrived = False
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:
-            os._exit(128 + sig)
-        self.should_exit = True
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal arrived
+        if arrived:
+            os._exit(128 + number)
+        arrived = True
+        link.send(End(grace))
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._starting = asyncio.create_task(self._until_ready())
+    before = [signal.signal(number, handle) for number in _SIGNALS]
+    try:
+        yield
+    finally:
+        for number, handler in zip(_SIGNALS, before, strict=True):
+            signal.signal(number, handler)
 
-    async def _until_ready(self) -> None:
-        engine = self._service.engine
-        built, programs = engine.preparing
-        with (
-            phase(Console(stderr=True), "building programs", programs) if programs else nullcontext() as more
-        ):
-            while built < programs and engine.failure is None:
-                await asyncio.sleep(_LOOK_SECONDS)
-                before, built = built, engine.preparing[0]
-                if more is not None:
-                    more(built - before)
-        self._started()
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        timer = asyncio.get_running_loop().call_later(self._grace, self._service.cancel_all)
-        await super().shutdown(sockets)
-        timer.cancel()
+def _wait_until_ready(backend: Backend, process: BaseProcess) -> None:
+    """Wait for programs and for the process of HTTP, and say how far the programs are."""
+    engine = backend.engine
+    built, programs = engine.preparing
+    with phase(Console(stderr=True), "building programs", programs) if programs else nullcontext() as more:
+        while process.is_alive() and not (backend.listening and built >= programs):
+            process.join(_LOOK_SECONDS)
+            before, built = built, engine.preparing[0]
+            if more is not None:
+                more(built - before)
+            if engine.failure is not None:
+                built = programs
