@@ -227,6 +227,21 @@ class Node:
         node.tracked, node.depth, node.pending_bytes = self.tracked, self.depth, self.pending_bytes
         return node
 
+    def alike_pending(self, inputs: tuple[Node, ...]) -> Node:
+        """The same where some of the inputs are pending, too."""
+        node = self.alike(inputs)
+        node.like = None  # which is on values
+        depth = pending = 0
+        for parent in inputs:
+            if parent.value is None:
+                if parent.depth > depth:
+                    depth = parent.depth
+                if parent.pending_bytes > pending:
+                    pending = parent.pending_bytes
+        node.depth += depth
+        node.pending_bytes += pending
+        return node
+
     @property
     def ndim(self) -> int:
         """The number of axes."""

@@ -19,7 +19,7 @@ from penstock.tensor.core import Tensor, install, record
 from penstock.tensor.creation import Where, arange
 from penstock.tensor.indexing import along, get
 from penstock.tensor.operands import Array, as_tensors
-from penstock.tensor.repeated import again, is_computed
+from penstock.tensor.repeated import again, is_computed, viewed
 
 Axis = int | Sequence[int] | None
 
@@ -50,6 +50,10 @@ def reshape(x: Tensor, /, shape: int | Sequence[int], *, copy: bool | None = Non
     >>> ps.reshape(ps.arange(6), (2, -1)).shape
     (2, 3)
     """
+    return viewed(_reshaped, x, shape)
+
+
+def _reshaped(x: Tensor, shape: int | Sequence[int]) -> Tensor:
     wanted = list(integers(shape, "reshape", "a shape"))
     node = x._node
     size = math.prod(node.shape)
@@ -69,6 +73,10 @@ def permute_dims(x: Tensor, /, axes: Sequence[int]) -> Tensor:
     >>> ps.permute_dims(ps.zeros((2, 3, 4)), (2, 0, 1)).shape
     (4, 2, 3)
     """
+    return viewed(_permuted, x, axes)
+
+
+def _permuted(x: Tensor, axes: Sequence[int]) -> Tensor:
     axes = integers(axes, "permute_dims", "an order of axes")
     node = x._node
     count = len(node.shape)
