@@ -23,14 +23,20 @@ def rewritten(tree: Any, change: Callable[[Any], Any], skipped: tuple[type, ...]
 
     Where it returns None, the parts of the node are rewritten. Nodes of the types `skipped` stay.
     """
-    if isinstance(tree, list | tuple):
-        return type(tree)(rewritten(part, change, skipped) for part in tree)
+    kind = type(tree)
+    if kind is list or kind is tuple:
+        return kind([rewritten(part, change, skipped) for part in tree])
     if (new := change(tree)) is not None:
         return new
-    names = _fields(type(tree))
+    names = _fields(kind)
     if not names or isinstance(tree, skipped):
         return tree
-    return replace(tree, **{name: rewritten(getattr(tree, name), change, skipped) for name in names})
+    changes = {}
+    for name in names:
+        part = getattr(tree, name)
+        if (new := rewritten(part, change, skipped)) is not part:
+            changes[name] = new
+    return replace(tree, **changes) if changes else tree
 
 
 def divided(
@@ -52,12 +58,16 @@ def divided(
 def names_in(tree: Any) -> set[str]:
     """All names in a tree: of variables, of arrays, and of operations."""
     names: set[str] = set()
-
-    def note(part: Any) -> None:
-        if isinstance(part, str):
+    stack = [tree]
+    while stack:
+        part = stack.pop()
+        kind = type(part)
+        if kind is str:
             names.add(part)
-
-    rewritten(tree, note)
+        elif kind is list or kind is tuple:
+            stack += part
+        else:
+            stack += [getattr(part, name) for name in _fields(kind)]
     return names
 
 
@@ -66,7 +76,7 @@ def with_plain_names(kernel: ir.KernelIR) -> ir.KernelIR:
     names: dict[str, str] = {}
 
     def visit(tree: Any) -> None:
-        if isinstance(tree, list | tuple):
+        if type(tree) is list or type(tree) is tuple:
             for part in tree:
                 visit(part)
         elif isinstance(tree, ir.Statement):

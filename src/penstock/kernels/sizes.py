@@ -13,6 +13,7 @@ arguments from there, and so the kernels that were compiled before.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -78,6 +79,7 @@ class Sizes:
         self._kept = kept
         self._families = LRU[Hashable, _Family](_MOST_FAMILIES)
         self._shapes = LRU[Hashable, list[Hashable]](_MOST_FAMILIES)
+        self.lock = threading.RLock()  # held while families are looked at, and may change
         self.learned = 0  # how often a family of shared kernels has got to know new integers
 
     def shapes_before(self, structure: Hashable, key: Hashable) -> int:
@@ -91,7 +93,8 @@ class Sizes:
 
     def launch(self, launch: L, varied: bool) -> L:
         """A launch; if shapes are `varied`, of a kernel with sizes as arguments, where there is a family."""
-        source, leading = self._varied(launch.source, varied)
+        with self.lock:
+            source, leading = self._varied(launch.source, varied)
         return replace(launch, source=source, scalars=(*leading, *launch.scalars))
 
     def shared(self, launch: L) -> L:
