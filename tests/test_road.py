@@ -39,6 +39,9 @@ FREQUENT: dict[str, tuple[Callable[[ps.Tensor, ps.Tensor], ps.Tensor], int]] = {
     "slice": (lambda x, y: x[3], 16),
     "block": (lambda x, y: x[:4, 1:], 16),
     "softmax": (lambda x, y: ps.nn.functional.softmax(x, axis=1), 14),
+    "product": (lambda x, y: x @ y, 14),
+    "concat": (lambda x, y: ps.concat([x, y]), 16),
+    "rows by index": (lambda x, index: ps.take(x, index, axis=0), 24),
 }
 # What is frequent on values that are not computed yet, and how many Python functions record it.
 PENDING: dict[str, tuple[Callable[[ps.Tensor, ps.Tensor], ps.Tensor], int]] = {
@@ -135,6 +138,9 @@ def test_a_frequent_operation_takes_few_calls(kind: str, name: str, monkeypatch:
     x, y = small(device), small(device)
     if name == "broadcast":
         y = y[3].realize()
+    if name == "rows by index":
+        y = ps.asarray(np.arange(8), device=device)
+        ps.take(x, y, axis=0).numpy()  # after which it is known that they are in range
     counted = Counted(device, monkeypatch)
     for _ in range(12):
         operation(x, y).realize()

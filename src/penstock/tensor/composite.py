@@ -40,10 +40,10 @@ def composite(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
         if core._captures and capture.get() is not None:
             return function(*args, **kwargs)
         if args and type(args[0]) is Tensor:
-            if len(args) == 2 and type(args[1]) is Tensor and not kwargs:
-                repeated = again(function, args[0], args[1])
-            else:
+            if len(args) == 1 or type(args[1]) is not Tensor:
                 repeated = again_with(function, args[0], args[1:], kwargs)
+            else:
+                repeated = again(function, args[0], args[1]) if len(args) == 2 and not kwargs else None
             if repeated is not None:
                 return repeated
         key: list[Any] = [function]

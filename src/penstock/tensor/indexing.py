@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -49,15 +51,20 @@ def along(x: Tensor, index: Tensor, axis: int, operation: str) -> Tensor:
     _note_range(index)
     span, length = index._node.span, x._node.shape[axis]
     if span is not None and -length <= span[0] and span[1] < length:
-        return _along_checked(x, index, axis, span[0] < 0)
+        return _along_checked(axis, span[0] < 0)(x, index)
     return _picked(x, index, _index_node(index, axis, x, operation), axis)
 
 
-@composite
-def _along_checked(x: Tensor, index: Tensor, axis: int, from_end: bool) -> Tensor:
+@cache
+def _along_checked(axis: int, from_end: bool) -> Callable[[Tensor, Tensor], Tensor]:
     """The same for indices that are known to be in range; `from_end`: some may be negative."""
-    node = elementwise.cast(index._node, dtypes.int64)
-    return _picked(x, index, _from_start(node, x.shape[axis]) if from_end else node, axis)
+
+    @composite
+    def along_axis(x: Tensor, index: Tensor) -> Tensor:
+        node = elementwise.cast(index._node, dtypes.int64)
+        return _picked(x, index, _from_start(node, x.shape[axis]) if from_end else node, axis)
+
+    return along_axis
 
 
 def _picked(x: Tensor, index: Tensor, picked: Node, axis: int) -> Tensor:

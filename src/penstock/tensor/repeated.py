@@ -36,6 +36,7 @@ def again(function: Callable[..., Tensor], x: Tensor, y: Tensor | None = None) -
     node, device = x._actual_node, x.device
     if core._captures or x._actual_requires_grad or node.tracked:
         return None
+    is_computed = node.value is not None
     if y is None:
         like = device.subgraphs.get((function, node.shape, node.dtype.name))
         nodes: tuple[Node, ...] = (node,)
@@ -43,12 +44,17 @@ def again(function: Callable[..., Tensor], x: Tensor, y: Tensor | None = None) -
         other = y._actual_node
         if y._actual_requires_grad or other.tracked or y.device is not device or node is other:
             return None
+        is_computed = is_computed and other.value is not None
         kind = (function, node.shape, node.dtype.name, other.shape, other.dtype.name)
         like = device.subgraphs.get(kind)
         nodes = (node, other)
     if like is None or like.node.like is None:
         return None
-    return made_like(like.node, nodes if like.inputs_of is tuple else like.inputs_of(nodes), device)
+    if like.inputs_of is not tuple:
+        nodes = like.inputs_of(nodes)
+    if is_computed:
+        return tensor_like(like.node.alike(nodes), device)
+    return Tensor(like.node.alike_pending(nodes), device)
 
 
 def again_with_number(function: Callable[..., Tensor], x1: Any, x2: Any) -> Tensor | None:
@@ -107,16 +113,17 @@ def again_with(
     node, device = x._actual_node, x.device
     if core._captures or x._actual_requires_grad or node.tracked:
         return None
-    kind: tuple[Any, ...] = (function, node.shape, node.dtype.name)
     if named:
         rest += (*named, *named.values())
-    if rest:
-        kind += (*rest, *map(type, rest))
     try:
-        like = device.examples.get(kind)
+        like = device.examples.get((function, node.shape, node.dtype.name, *rest, *map(type, rest)))
     except TypeError:  # an argument is not hashable
         return None
-    return None if like is None else made_like(like.node, (node,), device)
+    if like is None:
+        return None
+    if node.value is not None:
+        return tensor_like(like.node.alike((node,)), device)
+    return Tensor(like.node.alike_pending((node,)), device)
 
 
 def note_with(
@@ -145,7 +152,7 @@ def viewed(function: Callable[[Tensor, Any], Tensor], x: Tensor, given: Any) -> 
     kind = (function, node.shape, node.dtype.name, given)
     like = device.examples.get(kind)
     if like is not None:
-        return made_like(like.node, (node,), device)
+        return Tensor(like.node.alike_pending((node,)), device)
     result = function(x, given)
     view = result._actual_node
     if view.inputs == (node,) and device.reuses_graphs:  # not `node` itself, and not computed already
@@ -176,7 +183,7 @@ def sliced(x: Tensor, slices: Slices, shape: Shape) -> Tensor:
         if node.value is None:
             return Tensor(shaping.reshape(before.alike_pending((node,)), shape), device)
         return tensor_like(example.alike((before.alike((node,)),)), device)
-    return made_like(example, (node,), device)
+    return Tensor(example.alike_pending((node,)), device)
 
 
 def _note_slices(node: Node, slices: Slices, shape: Shape, device: Device) -> None:
@@ -201,14 +208,6 @@ def _is_copied(node: Node, slices: Sequence[tuple[int, int, int]], device: Devic
 def is_much(node: Node) -> bool:
     """Whether a node is computed as soon as it has a tensor: see `Tensor`."""
     return node.depth > core.MAX_DEPTH or node.pending_bytes > core.MAX_PENDING_BYTES
-
-
-def made_like(example: Node, inputs: tuple[Node, ...], device: Device) -> Tensor:
-    """The tensor of a node like an example, on inputs that may be pending; no gradient passes."""
-    for node in inputs:
-        if node.value is None:
-            return Tensor(example.alike_pending(inputs), device)
-    return tensor_like(example.alike(inputs), device)
 
 
 def tensor_like(node: Node, device: Device) -> Tensor:
