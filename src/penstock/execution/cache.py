@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from time import perf_counter
+from dataclasses import dataclass, replace
+from time import perf_counter, sleep
 
 from penstock.collectives.world import patient
 from penstock.compiler.pipeline import budget_levels, compile_graph, prepare
@@ -29,11 +29,13 @@ from penstock.execution.memory_plan import MemoryPlan
 from penstock.execution.sharing import source
 from penstock.execution.sources import kernel_sources
 from penstock.execution.structure import MIN_ITEMS, Structure
+from penstock.fusion.groups import Group
 from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.node import Node
 from penstock.graph.reference import Constant
 from penstock.graph.separate import NotSeparable
 from penstock.kernels.cache import KernelCache
+from penstock.kernels.lower import Lowering
 from penstock.kernels.source import KernelSource
 from penstock.lru import LRU
 from penstock.memory.buffer import Buffer
@@ -48,6 +50,8 @@ _SHARE_OF_FREE = 4  # a quarter: single operations store intermediate values, fu
 _MAX_SLICED = 8  # times that slices of an expression are taken first
 _MAX_OPERATIONS = 256  # for single operations: more take as long to schedule as to compile
 _FEW_ITEMS = 1 << 20  # of all operations, which a CPU computes one by one sooner than it plans to fuse them
+
+_PAUSE_SECONDS = 1e-4  # after each kernel of a plan in a thread: others would wait 5 ms for Python's lock
 
 
 @dataclass
@@ -243,9 +247,14 @@ class ExecutableCache:
         nodes, inputs = prepare(structure.wanted, structure.inputs)  # now: others may compute a part of it
         numbers, anywhere = dict(structure.numbers), self._serves_anywhere(structure)
 
+        def lower(group: Group) -> Lowering | None:
+            sleep(_PAUSE_SECONDS)
+            return self.kernels.lowering(group)
+
         def build() -> None:
             if bridge.schedule is None:
-                bridge.schedule = compile_graph(nodes, inputs, numbers, self._target())
+                target = replace(self._target(), lower=lower)
+                bridge.schedule = compile_graph(nodes, inputs, numbers, target)
             self.kernels.compile_ahead(self._missing(bridge.schedule, anywhere))
 
         return build

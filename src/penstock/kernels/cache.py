@@ -45,10 +45,10 @@ class KernelCache:
     def lowering(self, group: Group) -> Lowering | None:
         """The lowering of a group; None where the device has no kernel for it."""
         key = group.structure
-        with self.sizes.lock:
-            if key not in self._lowerings:
-                self._lowerings[key] = self._lower(group, key)
-            return self._lowerings.use(key)
+        lowering = self._lowerings.use(key)
+        if lowering is None and key not in self._lowerings:
+            lowering = self._lowerings[key] = self._lower(group, key)
+        return lowering
 
     def _lower(self, group: Group, key: tuple[Any, ...]) -> Lowering | None:
         can, before = self._device.capabilities, self.sizes.shapes_before(without_sizes(key), key)
@@ -66,16 +66,15 @@ class KernelCache:
     def shared_lowering(self, group: Group) -> Lowering | None:
         """The lowering of a group of one operation, to kernels that programs with other shapes share."""
         flat = without_shape(group) if self._device.capabilities.vector_width == 1 else None
-        with self.sizes.lock:
-            key = flat or group.structure, self.sizes.learned
-            if key not in self._shared:
-                lowering = self._shared_lowering(group)
-                if key[1] != self.sizes.learned:  # the next may be another kernel, which fits more sizes
-                    return lowering
-                if flat and (lowering is None or lowering.launches[0].scalars != (group.outputs[0].size,)):
-                    return lowering  # it does not take the size as an argument
-                self._shared[key] = lowering
-            known = self._shared.use(key)
+        key = flat or group.structure, self.sizes.learned
+        known = self._shared.use(key)
+        if known is None and key not in self._shared:
+            known = self._shared_lowering(group)
+            if key[1] != self.sizes.learned:  # the next may be another kernel, which fits more sizes
+                return known
+            if flat and (known is None or known.launches[0].scalars != (group.outputs[0].size,)):
+                return known  # it does not take the size as an argument
+            self._shared[key] = known
         return known if known is None or not flat else _resized(known, group.outputs[0].size)
 
     def _shared_lowering(self, group: Group) -> Lowering | None:
@@ -110,8 +109,7 @@ class KernelCache:
             if not self._device.driver.has_compiled(self._text(part)):
                 missing += part
             elif part[0].alone:
-                with self.sizes.lock:
-                    self._on_disk[part[0].name] = True
+                self._on_disk[part[0].name] = True
         return missing
 
     def compiled(self, sources: Sequence[KernelSource]) -> dict[str, Kernel]:

@@ -97,11 +97,31 @@ class Integers:
     def __init__(self, kernel: ir.KernelIR, fixed: tuple[type, ...]) -> None:
         """`fixed`: statements whose constants cannot become arguments."""
         self._kernel, self._fixed = kernel, fixed
-        self._parts: list[str] = []
-        self._values: list[int] = []
-        self._visit(kernel)
-        self.values = tuple(self._values)
-        self.key = " ".join(self._parts)  # equal for kernels that differ in these integers only
+        parts: list[str] = []  # everything else
+        values: list[int] = []
+        stack: list[Any] = [kernel]
+        while stack:
+            tree = stack.pop()
+            kind = type(tree)
+            if kind is str:
+                parts.append(tree)
+            elif kind is ir.Type:
+                parts.append(f"{tree.dtype}*{tree.width}")
+            elif kind is list or kind is tuple:
+                parts.append(f"[{len(tree)}")
+                stack += tree[::-1]
+            elif kind is ir.Const and _is_integer(tree):
+                parts.append(tree.type.dtype)
+                values.append(tree.value)
+            elif kind is ir.Function:
+                parts.append(f"{tree.name} {tree.linkage}")
+            elif not (names := _fields(kind)) or kind in fixed:
+                parts.append(repr(tree))
+            else:
+                parts.append(kind.__name__)
+                stack += [getattr(tree, name) for name in names[::-1]]
+        self.values = tuple(values)
+        self.key = " ".join(parts)  # equal for kernels that differ in these integers only
 
     def as_arguments(self, argument: Sequence[int | None], count: int) -> ir.KernelIR:
         """The kernel with arguments, by their indices, for integers; they are its first scalars."""
@@ -115,29 +135,6 @@ class Integers:
 
         body = rewritten(self._kernel.body, change, self._fixed)
         return replace(self._kernel, body=body, sizes=count)
-
-    def _visit(self, tree: Any) -> None:
-        """Collect the integers in a tree, and everything else as the key."""
-        kind = type(tree)
-        if kind is str:
-            self._parts.append(tree)
-        elif kind is ir.Type:
-            self._parts.append(f"{tree.dtype}*{tree.width}")
-        elif kind is list or kind is tuple:
-            self._parts.append(f"[{len(tree)}")
-            for part in tree:
-                self._visit(part)
-        elif kind is ir.Const and _is_integer(tree):
-            self._parts.append(tree.type.dtype)
-            self._values.append(tree.value)
-        elif kind is ir.Function:
-            self._parts.append(f"{tree.name} {tree.linkage}")
-        elif not (names := _fields(kind)) or kind in self._fixed:
-            self._parts.append(repr(tree))
-        else:
-            self._parts.append(kind.__name__)
-            for name in names:
-                self._visit(getattr(tree, name))
 
 
 def _is_integer(tree: Any) -> bool:
