@@ -39,7 +39,7 @@ def composite(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
     def composed(*args: P.args, **kwargs: P.kwargs) -> Tensor:
         if core._captures and capture.get() is not None:
             return function(*args, **kwargs)
-        if args and type(args[0]) is Tensor:
+        if args and type(args[0]) is Tensor and not args[0]._actual_requires_grad:
             if len(args) == 1 or type(args[1]) is not Tensor:
                 repeated = again_with(function, args[0], args[1:], kwargs)
             else:

@@ -29,11 +29,12 @@ def matmul(x1: Array, x2: Array, /) -> Tensor:
     [3, 7]
     """
     if isinstance(x1, Tensor) and isinstance(x2, Tensor):
-        repeated = again(_matmul, x1, x2)
-        if repeated is not None:
-            return repeated
-        if values_only(x1, x2):
-            return _matmul_of_values(x1, x2)
+        if not (x1._actual_requires_grad or x2._actual_requires_grad):
+            repeated = again(_matmul, x1, x2)
+            if repeated is not None:
+                return repeated
+            if values_only(x1, x2):
+                return _matmul_of_values(x1, x2)
         a, b = x1._node, x2._node
         matrices = len(a.shape) == len(b.shape) == 2 and a.shape[1] == b.shape[0]
         if matrices and a.dtype is b.dtype and a.dtype.kind in "iufc":
