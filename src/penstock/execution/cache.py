@@ -1,9 +1,9 @@
 """The programs of a device, by structure, and what computes an expression while its program is compiled.
 
-A new expression should wait neither for a compiler nor for a plan of its fused kernels. Kernels of single
-operations, which were compiled ahead, compute it, and from the second time on a thread plans its fused
-kernels and compiles them: see `ahead`. Both give the same bits. Where single operations would take long, the
-plan comes first, and kernels that are on disk are loaded. NumPy computes an expression if it is exact, the
+A new expression should wait neither for a compiler nor, on a GPU, for a plan of its fused kernels. Kernels of
+single operations, which were compiled ahead, compute it, and from the second time on a thread plans its fused
+kernels and compiles them: see `ahead`. Both give the same bits. On a CPU the plan comes first, and kernels
+that are on disk are loaded. NumPy computes an expression if it is exact, the
 host sees the memory of all inputs, and it is small or new. Small expressions that repeat get a kernel.
 """
 
@@ -49,7 +49,6 @@ _MOST_IN_PLACE = 1 << 18  # items; NumPy takes longer than a launch for more
 _SHARE_OF_FREE = 4  # a quarter: single operations store intermediate values, fused kernels do not
 _MAX_SLICED = 8  # times that slices of an expression are taken first
 _MAX_OPERATIONS = 256  # for single operations: more take as long to schedule as to compile
-_FEW_ITEMS = 1 << 20  # of all operations, which a CPU computes one by one sooner than it plans to fuse them
 
 _PAUSE_SECONDS = 1e-4  # after each kernel of a plan in a thread: others would wait 5 ms for Python's lock
 
@@ -221,7 +220,7 @@ class ExecutableCache:
             return None
         if on_host is None and not self._may_be_apart(structure):
             return None
-        if not self._is_soon_done(structure):
+        if not self._is_planned_later():
             schedule = self.schedule(structure, state)
             if not self._missing(schedule, self._serves_anywhere(structure)):
                 return None
@@ -234,13 +233,13 @@ class ExecutableCache:
         bridge = self._bridges[structure.key] = _Bridge(program, planned)
         return bridge
 
-    def _is_soon_done(self, structure: Structure) -> bool:
-        """Whether single operations compute a structure before it would be planned.
+    def _is_planned_later(self) -> bool:
+        """Whether single operations compute something before it would be planned, as on a GPU.
 
-        Under a limit of memory, a plan tells whether it can be computed at all.
+        A CPU has more to gain from fused kernels that are on disk already. Under a limit of memory, a plan
+        tells whether something can be computed at all.
         """
-        gpu = self._device.capabilities.vector_width == 1
-        return self._device.limit_bytes is None and (gpu or structure.items < _FEW_ITEMS)
+        return self._device.capabilities.vector_width == 1 and self._device.limit_bytes is None
 
     def _building(self, bridge: _Bridge, structure: Structure) -> Callable[[], None]:
         """What plans the schedule of a bridge, if it has none, and compiles its kernels, in any thread."""
