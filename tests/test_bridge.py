@@ -303,11 +303,10 @@ def test_the_end_waits_for_one_compilation(tmp_path: Path) -> None:
         device = ps.use("opencl:0")
         own = executables(device)
         own._ahead._work = None
-        def compile(sources):
+        def compile():
             print("compiles", flush=True)
             time.sleep(0.2)
-        own.kernels.compile_ahead = compile
-        futures = [own._ahead.compile([]) for _ in range(50)]
+        futures = [own._ahead.compile(compile) for _ in range(50)]
         futures[0].result(60)
     """
     done = subprocess.run(

@@ -9,7 +9,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,10 +23,14 @@ from test_same_bits import EXPRESSIONS
 
 import penstock as ps
 from penstock import Device, nn
+from penstock.compiler import apart
+from penstock.compiler.compilation import Compilation
+from penstock.compiler.pipeline import compile_graph
 from penstock.config import Settings
 from penstock.drivers.cuda import compile_text
 from penstock.drivers.driver import NO_CONTRACTION
-from penstock.execution import ahead, ahead_gpu
+from penstock.errors import CompileError, OutOfDeviceMemory
+from penstock.execution import ahead, ahead_gpu, cache
 from penstock.execution.executable import Executable
 from penstock.execution.realize import executables
 from penstock.execution.sources import kernel_sources
@@ -264,6 +270,115 @@ def test_a_new_expression_waits_for_no_compiler(cuda: Device, name: str) -> None
     assert not driver.late
 
 
+class Plans:
+    """Whether the calling thread made each plan of fused kernels; other threads wait until `go_on` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[bool] = []
+        self.go_on, self.refused = threading.Event(), False
+        monkeypatch.setattr(cache, "compile_graph", self._compile)
+
+    def _compile(self, *given: Any) -> Any:
+        if given[3].fuses:
+            is_main = threading.current_thread() is threading.main_thread()
+            assert is_main or self.go_on.wait(60)
+            self.made.append(is_main)
+            if self.refused:
+                raise CompileError("no such thing")
+        return compile_graph(*given)
+
+
+def end_of_bridge(device: Device) -> BaseException | None:
+    """Wait for the thread that builds the only program under way; its error, if any."""
+    (bridge,) = executables(device)._bridges.values()
+    assert bridge.compiled is not None
+    return bridge.compiled.exception(60)
+
+
+@pytest.mark.parametrize("name", BRIDGED)
+def test_a_new_expression_waits_for_no_plan_of_fused_kernels(
+    cuda: Device, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = BRIDGED[name]
+    x = ps.asarray(values(40, 30), device=cuda)
+    compile_single_operations(cuda, function(x))
+    plans = Plans(monkeypatch)
+    function(x).realize()
+    (bridge,) = executables(cuda)._bridges.values()
+    assert bridge.compiled is None, "it may never come again"
+    function(x).realize()  # would hang here
+    plans.go_on.set()
+    assert end_of_bridge(cuda) is None
+    function(x).realize()
+    assert len(executables(cuda)._programs) == 1
+    assert plans.made == [False]
+
+
+def test_what_cannot_be_planned_is_told_where_it_is_computed(
+    cuda: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = BRIDGED["a row kernel"]
+    x = ps.asarray(values(40, 30), device=cuda)
+    compile_single_operations(cuda, function(x))
+    plans = Plans(monkeypatch)
+    plans.refused = True
+    function(x).realize()
+    function(x).realize()
+    plans.go_on.set()
+    assert isinstance(end_of_bridge(cuda), CompileError)
+    with pytest.raises(CompileError, match="no such thing"):
+        function(x).realize()
+    plans.refused = False
+    function(x).realize()
+    assert plans.made == [False, True]
+
+
+def test_under_a_limit_what_does_not_fit_is_refused_at_once(
+    cuda: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = BRIDGED["a row kernel"]
+    x = ps.asarray(values(400, 300), device=cuda)
+    compile_single_operations(cuda, function(x))
+    plans = Plans(monkeypatch)
+    cuda.limit_bytes = cuda.held_bytes() + 1000
+    with pytest.raises(OutOfDeviceMemory):
+        function(x).realize()
+    assert plans.made
+    assert all(plans.made)
+
+
+def test_other_problems_for_a_library_are_not_separable(threads: Device) -> None:
+    """Whose algorithms may differ."""
+
+    def lowered(*products: str) -> list[Any]:
+        return [SimpleNamespace(function=SimpleNamespace(product=product)) for product in products]
+
+    target = executables(threads)._target(fuses=False)
+    state = Compilation([], [], {}, lowered=[], products=apart._products(lowered("a", "b")))
+    with pytest.raises(NotSeparable, match="library"):
+        apart.check_apart(state, target)
+    assert apart.check_apart(replace(state, products={}), target).products == {}
+
+
+def test_threads_lower_side_by_side(cuda: Device) -> None:
+    """Each family of kernels is whole, whoever extends it."""
+    own = executables(cuda)
+    structures = [
+        Structure(
+            [BRIDGED[name](ps.asarray(values(20 + size, 30 + 3 * size), device=cuda))._node],
+            cuda.capabilities,
+        )
+        for name in ("a row kernel", "integers")
+        for size in range(6)
+    ]
+    plans = [own._building(cache._Bridge(None, None), structure) for structure in structures]  # type: ignore[arg-type]
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(plan) for plan in plans]:
+            done.result(60)
+    for structure in structures:
+        assert not own._missing(own.schedule(structure), own._serves_anywhere(structure))
+
+
 @pytest.mark.parametrize("where", ["input", "inside"])
 def test_16_bit_floats_wait_as_before(cuda: Device, where: str) -> None:
     x = ps.asarray(values(40, 30), device=cuda)
@@ -291,7 +406,7 @@ def test_a_step_that_ends_at_once_does_not_put_the_thread_to_sleep(
 
     monkeypatch.setattr(own, "_thread", type("Threads", (), {"submit": staticmethod(submit)}))
     for _ in range(3):
-        own.compile([]).result(10)
+        own.compile(lambda: None).result(10)
 
 
 def test_the_list_waits_while_the_device_has_work(cuda: Device, monkeypatch: pytest.MonkeyPatch) -> None:

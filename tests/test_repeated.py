@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import penstock as ps
 from penstock import Device
 from penstock.errors import OutOfDeviceMemory
 from penstock.graph.node import Node
+from penstock.tensor import core
 
 # Of two arrays of the same shape, 9 x 7 and float32, by Penstock and NumPy.
 OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -41,12 +43,19 @@ OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "backwards": lambda x, y: x[::-1],
     "nothing": lambda x, y: x[4:4],
     "an item": lambda x, y: x[8, 6],
+    "product": lambda x, y: (x > 0.5).astype(np.float32) @ (y > 0.5).astype(np.float32).T,
+    "three axes": lambda x, y: x.reshape((3, 3, 7)),
+}
+# The same of what is pending, and has the same bits on the host.
+PENDING: dict[str, Callable[[Any, Any], Any]] = {
+    name: partial(lambda apply, x, y: apply(x + 0.25, abs(y)), apply) for name, apply in OPERATIONS.items()
 }
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_results_are_those_of_the_first_time(device: Device, name: str) -> None:
-    operation = OPERATIONS[name]
+@pytest.mark.parametrize("kind", ["values", "pending"])
+def test_results_are_those_of_the_first_time(device: Device, kind: str, name: str) -> None:
+    operation = (OPERATIONS if kind == "values" else PENDING)[name]
     rng = np.random.default_rng(0)
     for _ in range(12):
         a, b = (rng.standard_normal((9, 7), dtype=np.float32) for _ in range(2))
@@ -98,6 +107,33 @@ def test_errors_are_those_of_the_first_time(device: Device) -> None:
             x + ps.ones(2, device="host")
         with pytest.raises(IndexError):
             x[2]
+
+
+def test_views_refuse_what_they_refused_the_first_time(device: Device) -> None:
+    """Equal numbers of other types are told apart."""
+    value = ps.ones((2, 3), device=device).realize()
+    for x in (value, value * 2.0) * 2:
+        assert ps.reshape(x, (3, 2)).shape == ps.reshape(x, (3, -1)).shape == (3, 2)
+        assert ps.permute_dims(x, (1, 0)).shape == (3, 2)
+        with pytest.raises(TypeError, match="integer"):
+            ps.reshape(x, (3.0, 2.0))  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="integer"):
+            ps.permute_dims(x, (1.0, 0.0))  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="6 items"):
+            ps.reshape(x, (4, 2))
+        with pytest.raises(ValueError, match="not an order"):
+            ps.permute_dims(x, (1, 1))
+        with pytest.raises(ValueError, match="do not fit"):
+            x @ x
+
+
+def test_long_chains_of_what_is_repeated_are_computed_on_the_way(device: Device) -> None:
+    x = ps.ones((4, 4), device=device).realize()
+    weight = ps.ones((4, 4), device=device).realize()
+    for _ in range(2 * core.MAX_DEPTH):
+        x = ps.permute_dims(ps.nn.functional.sigmoid(x @ weight), (1, 0))[:, :4]
+        assert x._node.depth <= core.MAX_DEPTH or x._node.value is not None
+    assert x.shape == (4, 4)
 
 
 def test_gradients_pass_where_values_came_before(device: Device) -> None:

@@ -6,7 +6,10 @@ program is looked at first, for the orders of its sums, in which single operatio
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from penstock.compiler.compilation import Compilation
 from penstock.compiler.passes import fused_groups
@@ -28,37 +31,49 @@ def keep_apart(state: Compilation, target: Target) -> Compilation:
     """Prevent fusion where the target asks for it. Raises NotSeparable where the bits would differ."""
     if target.fuses:
         return state
-    orders, biased = _fused_sums(state, target) if target.gpu else ({}, set())
-    return replace(state, wanted=separate(state.wanted, orders, biased))
+    if not target.gpu:
+        return replace(state, wanted=separate(state.wanted, {}, ()))
+    groups = fused_groups(state, target)
+    by_library = [group for group in groups if any(_is_by_library(node, target) for node in group.nodes)]
+    # The additions that are part of a library's product.
+    biased = {
+        node for group in by_library for node in group.outputs if not node.primitive.multiplies_matrices
+    }
+    wanted = separate(state.wanted, _fused_sums(groups, target), biased)
+    return replace(state, wanted=wanted, products=_products(map(target.lower, by_library)))
 
 
-def check_orders(state: Compilation, target: Target) -> Compilation:
-    """Raise NotSeparable if the kernel of a single operation adds up in another order than it should."""
+def check_apart(state: Compilation, target: Target) -> Compilation:
+    """Raise NotSeparable if the kernel of a single operation computes in another way than it should."""
+    if target.fuses:
+        return state
     for group, lowering in zip(state.groups, state.lowered, strict=True):
         orders = [node.attributes["order"] for node in group.nodes if "order" in node.attributes]
-        for order in orders if not target.fuses else ():
+        for order in orders:
             if len(orders) > 1 or (order and (lowering is None or lowering.order[: len(order)] != order)):
                 raise NotSeparable(f"{group.outputs[0]} has no kernel of its own")
+    if _products(state.lowered) != state.products:
+        raise NotSeparable("a library may have other algorithms for other products")
     return state
 
 
-def _fused_sums(state: Compilation, target: Target) -> tuple[dict[Node, Order], set[Node]]:
-    """The order of each reduction in a fused program, and the additions that are part of a library's product.
+def _products(lowered: Iterable[Lowering | None]) -> Counter[Any]:
+    """The products that a library computes."""
+    functions: list[Any] = [lowering.function for lowering in lowered if lowering is not None]
+    return Counter(function.product for function in functions if hasattr(function, "product"))
 
-    Empty where the bits do not depend on it.
-    """
+
+def _fused_sums(groups: Sequence[Group], target: Target) -> dict[Node, Order]:
+    """The order of each reduction in fused groups; empty where the bits do not depend on it."""
     orders: dict[Node, Order] = {}
-    biased: set[Node] = set()
-    for group in fused_groups(state, target):
-        if any(_is_by_library(node, target) for node in group.nodes):
-            biased.update(node for node in group.outputs if not node.primitive.multiplies_matrices)
+    for group in groups:
         reductions = [node for node in group.nodes if _is_given_none(node)]
         lowering = target.lower(group) if any(map(_depends_on_order, reductions)) else None
         for node in reductions:
             order = _order(node, group, lowering) if _depends_on_order(node) else ()
             if orders.setdefault(node, order) != order:
                 raise NotSeparable(f"{node} is added up in two ways")
-    return orders, biased
+    return orders
 
 
 def _order(node: Node, group: Group, lowering: Lowering | None) -> Order:

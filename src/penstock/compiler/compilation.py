@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from penstock.compiler.schedule import InputUse, OutputWrite, Schedule, may_alias
 from penstock.fusion.groups import Group
@@ -61,6 +61,9 @@ class Compilation:
     inputs: Sequence[Node]
     constants: Mapping[Constant, int]  # the number of each among the arguments of a run
     aliases: Mapping[int, int] = field(default_factory=dict)  # wanted values that should replace inputs
+    products: Mapping[Any, int] = field(
+        default_factory=dict
+    )  # of a fused program by a library: how many of each
     groups: Sequence[Group] = ()
     lowered: Sequence[Lowering | None] = ()  # for each group
     again: frozenset[int] = frozenset()  # groups that compute once more what was dropped

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-from penstock.compiler.apart import check_orders, keep_apart
+from penstock.compiler.apart import check_apart, keep_apart
 from penstock.compiler.budget import Level, fit, frontier, level
 from penstock.compiler.compilation import Compilation
 from penstock.compiler.emit import emit
@@ -45,7 +45,7 @@ TARGET_PASSES: tuple[Pass, ...] = (
     fuse,
     limit_buffers,
     lower,  # before `order`, which runs kernels of one kind together, and `plan`, which needs their scratch
-    check_orders,
+    check_apart,
     order,
     lay_out,
     plan,

@@ -156,7 +156,7 @@ class Ahead:
     def __init__(self, device: Device, kernels: KernelCache, last_built: Callable[[], float]) -> None:
         """`last_built`: the time at which a program was last built."""
         self._device, self._kernels, self._last_built = device, kernels, last_built
-        self._wanted: deque[tuple[Future[None], Sequence[KernelSource]]] = deque()  # of expressions
+        self._wanted: deque[tuple[Future[None], Callable[[], None]]] = deque()  # of expressions
         self._missing: deque[KernelSource] = deque(maxlen=_MOST_WAITING)  # of single operations
         self._gpu = device.capabilities.vector_width == 1
         self._work: Iterator[None] | None = None if self._is_done() else self._listed()
@@ -169,10 +169,10 @@ class Ahead:
         self._last_used = perf_counter()
         self._wake()
 
-    def compile(self, sources: Sequence[KernelSource]) -> Future[None]:
-        """Compile the kernels of an expression to disk, unless the future is cancelled before."""
+    def compile(self, build: Callable[[], None]) -> Future[None]:
+        """Have the kernels of an expression compiled to disk, unless the future is cancelled before."""
         future: Future[None] = Future()
-        self._wanted.append((future, sources))
+        self._wanted.append((future, build))
         self._wake()
         return future
 
@@ -221,11 +221,11 @@ class Ahead:
         return now - max(self._last_built(), self._last_used) >= _QUIET_SECONDS
 
     def _compile_wanted(self) -> None:
-        future, sources = self._wanted.popleft()
+        future, build = self._wanted.popleft()
         if not future.set_running_or_notify_cancel():
             return
         try:
-            self._kernels.compile_ahead(sources)
+            build()
         except BaseException as error:
             future.set_exception(error)
         else:

@@ -1,19 +1,18 @@
 """The programs of a device, by structure, and what computes an expression while its program is compiled.
 
-A new expression should not wait for a compiler. If its kernels are on disk, they are loaded. Otherwise
-kernels of single operations, which were compiled ahead, compute it, and from the second time on a thread
-compiles its fused kernels: see `ahead`. Both give the same bits. NumPy computes an expression if it is exact,
-the host sees the memory of all inputs, and it is small or new. Small expressions that repeat get a kernel.
+A new expression should wait neither for a compiler nor, on a GPU, for a plan of its fused kernels. Kernels of
+single operations, which were compiled ahead, compute it, and from the second time on a thread plans its fused
+kernels and compiles them: see `ahead`. Both give the same bits. On a CPU the plan comes first, and kernels
+that are on disk are loaded. NumPy computes an expression if it is exact, the
+host sees the memory of all inputs, and it is small or new. Small expressions that repeat get a kernel.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from time import perf_counter
-from typing import Any
+from dataclasses import dataclass, replace
+from time import perf_counter, sleep
 
 from penstock.collectives.world import patient
 from penstock.compiler.pipeline import budget_levels, compile_graph, prepare
@@ -30,11 +29,13 @@ from penstock.execution.memory_plan import MemoryPlan
 from penstock.execution.sharing import source
 from penstock.execution.sources import kernel_sources
 from penstock.execution.structure import MIN_ITEMS, Structure
+from penstock.fusion.groups import Group
 from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.node import Node
 from penstock.graph.reference import Constant
 from penstock.graph.separate import NotSeparable
 from penstock.kernels.cache import KernelCache
+from penstock.kernels.lower import Lowering
 from penstock.kernels.source import KernelSource
 from penstock.lru import LRU
 from penstock.memory.buffer import Buffer
@@ -49,15 +50,16 @@ _SHARE_OF_FREE = 4  # a quarter: single operations store intermediate values, fu
 _MAX_SLICED = 8  # times that slices of an expression are taken first
 _MAX_OPERATIONS = 256  # for single operations: more take as long to schedule as to compile
 
+_PAUSE_SECONDS = 1e-4  # after each kernel of a plan in a thread: others would wait 5 ms for Python's lock
+
 
 @dataclass
 class _Bridge:
-    """What computes an expression until the kernels of its schedule are compiled."""
+    """What computes an expression until it is planned, and the kernels of its schedule are compiled."""
 
     program: Executable | HostProgram
-    schedule: Schedule
-    missing: Sequence[KernelSource]
-    compiled: Future[None] | None = None  # nothing is compiled for what comes once
+    schedule: Schedule | None  # None: not planned yet
+    compiled: Future[None] | None = None  # nothing is planned or compiled for what comes once
 
     @property
     def over(self) -> bool:
@@ -179,14 +181,15 @@ class ExecutableCache:
                 bridge = self._bridge(structure, on_host, state)
             elif bridge.compiled is None:
                 assert self._ahead is not None
-                bridge.compiled = self._ahead.compile(bridge.missing)
+                bridge.compiled = self._ahead.compile(self._building(bridge, structure))
             if bridge is not None and not bridge.over:
                 return bridge.program
         start = perf_counter()
         if bridge is not None:
             self._bridges.pop(key)
-            self._schedules[key] = bridge.schedule
-            bridge.end()  # what could not be compiled is told by the program below
+            bridge.end()  # what could not be planned or compiled is told by the program below
+            if bridge.schedule is not None:
+                self._schedules[key] = bridge.schedule
         anywhere = not repeated and self._serves_anywhere(structure)
         with patient():
             program = Executable(self.schedule(structure, state), self._device, self.kernels, anywhere)
@@ -208,7 +211,7 @@ class ExecutableCache:
     def _bridge(
         self, structure: Structure, on_host: HostProgram | None, state: State | None
     ) -> _Bridge | None:
-        """What computes a structure while a thread compiles its kernels: NumPy, or single operations.
+        """What computes a structure while a thread builds its fused kernels: NumPy, or single operations.
 
         None where no compiler is needed, and where single operations are not compiled yet, or give other
         bits: a fused kernel does not round float16 and bfloat16 between operations.
@@ -217,18 +220,43 @@ class ExecutableCache:
             return None
         if on_host is None and not self._may_be_apart(structure):
             return None
-        schedule = self.schedule(structure, state)
-        missing = self._missing(schedule, self._serves_anywhere(structure))
-        if not missing:
-            return None
-        program = on_host or self._single_operations(structure, schedule)
+        if not self._is_planned_later():
+            schedule = self.schedule(structure, state)
+            if not self._missing(schedule, self._serves_anywhere(structure)):
+                return None
+        program = on_host or self._single_operations(structure, state)
         if program is None:
             return None
-        self._schedules.pop(structure.key, None)
         if self._bridges.full and (oldest := self._bridges.popitem(last=False)[1]).compiled is not None:
             oldest.compiled.cancel()  # nobody waits for it
-        bridge = self._bridges[structure.key] = _Bridge(program, schedule, missing)
+        planned = self._schedules.pop(structure.key, None)
+        bridge = self._bridges[structure.key] = _Bridge(program, planned)
         return bridge
+
+    def _is_planned_later(self) -> bool:
+        """Whether single operations compute something before it would be planned, as on a GPU.
+
+        A CPU has more to gain from fused kernels that are on disk already. Under a limit of memory, a plan
+        tells whether something can be computed at all.
+        """
+        return self._device.capabilities.vector_width == 1 and self._device.limit_bytes is None
+
+    def _building(self, bridge: _Bridge, structure: Structure) -> Callable[[], None]:
+        """What plans the schedule of a bridge, if it has none, and compiles its kernels, in any thread."""
+        nodes, inputs = prepare(structure.wanted, structure.inputs)  # now: others may compute a part of it
+        numbers, anywhere = dict(structure.numbers), self._serves_anywhere(structure)
+
+        def lower(group: Group) -> Lowering | None:
+            sleep(_PAUSE_SECONDS)
+            return self.kernels.lowering(group)
+
+        def build() -> None:
+            if bridge.schedule is None:
+                target = replace(self._target(), lower=lower)
+                bridge.schedule = compile_graph(nodes, inputs, numbers, target)
+            self.kernels.compile_ahead(self._missing(bridge.schedule, anywhere))
+
+        return build
 
     def _missing(self, schedule: Schedule, anywhere: bool = False) -> list[KernelSource]:
         """The kernels of a schedule that need a compiler."""
@@ -247,19 +275,18 @@ class ExecutableCache:
         rounded = any(node.dtype in HALF_PRECISION for node in (*operations, *structure.inputs))
         return not rounded and len(operations) <= _MAX_OPERATIONS
 
-    def _single_operations(self, structure: Structure, fused: Schedule) -> Executable | None:
+    def _single_operations(self, structure: Structure, state: State | None) -> Executable | None:
         """The program of single operations; None where they are not compiled, or need too much memory."""
         assert self._ahead is not None
         try:
             separate = self._separate(structure)
         except NotSeparable:
             return None
-        if _library_products(separate) != _library_products(fused):
-            return None  # another problem may have another algorithm
         if absent := self._missing(separate):
             self._ahead.add(absent)
             return None
-        if separate.plan.arena_bytes > fused.plan.arena_bytes + self._free_bytes() // _SHARE_OF_FREE:
+        more = separate.plan.arena_bytes - self._free_bytes() // _SHARE_OF_FREE
+        if more > 0 and more > self.schedule(structure, state).plan.arena_bytes:
             return None
         return Executable(separate, self._device, self.kernels)
 
@@ -454,10 +481,3 @@ class ExecutableCache:
     def _note_built(self, start: float) -> None:
         self._last_built = perf_counter()
         self.build_seconds += self._last_built - start
-
-
-def _library_products(schedule: Schedule) -> Counter[Any]:
-    """The products that a library computes."""
-    lowerings = (step.lowering for step in schedule.groups)
-    functions: list[Any] = [lowering.function for lowering in lowerings if lowering is not None]
-    return Counter(function.product for function in functions if hasattr(function, "product"))

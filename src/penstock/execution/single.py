@@ -101,7 +101,7 @@ def _describe(
         key += (primitive, len(parents))
     for given in parents:
         parent = given
-        while parent.value is None and parent.primitive.is_identity and parent.primitive is not BOUNDED:
+        while parent.primitive.is_identity and parent.value is None and parent.primitive is not BOUNDED:
             parent = parent.inputs[0]
         if parent.value is None:
             if not _describe(parent, key, values, inputs, constants):
@@ -112,6 +112,6 @@ def _describe(
             inputs.append(parent)
             values.append(parent.value)
             key += (parent.shape, parent.dtype.name)
-    if subgraph is not None:
+    if subgraph is not None and subgraph.constants:
         key += [constants.setdefault(constant, len(constants)) for constant in subgraph.constants]
     return True

@@ -63,6 +63,7 @@ class Structure:
         self._parts: list[Any] = []
         self._calls = False
         position, parts, constants = self._position, self._parts, self.numbers
+        number_of = position.__getitem__
         stack: list[Any] = [*reversed(wanted)]  # None: the inputs of the node before it have their numbers
         while stack:
             node = stack.pop()
@@ -101,20 +102,21 @@ class Structure:
             if primitive is RESULT:
                 parts.append((RESULT, position[inputs[0]], node.attributes["number"]))
                 continue
-            where = tuple([position[parent] for parent in inputs])
-            if not node.attributes:
-                parts.append((primitive, where))
-                continue
+            where, names = tuple(map(number_of, inputs)), primitive.constants
             if primitive is CALL:
                 self._calls = True
                 subgraph: Subgraph = node.attributes["subgraph"]
-                own = [constants.setdefault(constant, len(constants)) for constant in subgraph.constants]
+                known = subgraph.constants
+                own = [constants.setdefault(constant, len(constants)) for constant in known] if known else ()
                 parts.append((subgraph, where, *own))
-                continue
-            names = primitive.constants
-            rest = [value for name, value in node.attributes.items() if name not in names]
-            own = [constants.setdefault(constant_key(node, name), len(constants)) for name in names]
-            parts.append((primitive, where, *rest, *own))
+            elif not names:
+                parts.append(
+                    (primitive, where, *node.attributes.values()) if node.attributes else (primitive, where)
+                )
+            else:
+                rest = [value for name, value in node.attributes.items() if name not in names]
+                own = [constants.setdefault(constant_key(node, name), len(constants)) for name in names]
+                parts.append((primitive, where, *rest, *own))
         return True
 
     @property

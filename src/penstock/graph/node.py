@@ -218,14 +218,30 @@ class Node:
         """The same operation on other inputs; the node itself if these are its own."""
         return self if inputs == self.inputs else Node(self.primitive, inputs, self.attributes)
 
-    def alike(self, inputs: tuple[Node, ...]) -> Node:
-        """The same operation on other inputs of the same shapes and dtypes, whose result is not known."""
+    def alike(self, inputs: tuple[Node, ...], depth: int = 0, pending_bytes: int = 0) -> Node:
+        """The same operation on other inputs of the same shapes and dtypes, whose result is not known.
+
+        `depth` and `pending_bytes`: those of the inputs, where some are pending.
+        """
         node = Node.__new__(Node)
         node.primitive, node.inputs, node.attributes = self.primitive, inputs, self.attributes
         node.shape, node.dtype, node.span = self.shape, self.dtype, self.span
-        node.like, node.value, node.owner, node.holder = self.like, None, None, None
-        node.tracked, node.depth, node.pending_bytes = self.tracked, self.depth, self.pending_bytes
+        node.value = node.owner = node.holder = None
+        node.tracked = self.tracked
+        node.like = None if depth else self.like  # which is on values
+        node.depth, node.pending_bytes = self.depth + depth, self.pending_bytes + pending_bytes
         return node
+
+    def alike_pending(self, inputs: tuple[Node, ...]) -> Node:
+        """The same where some of the inputs may be pending."""
+        depth = pending = 0
+        for parent in inputs:
+            if parent.value is None:
+                if parent.depth > depth:
+                    depth = parent.depth
+                if parent.pending_bytes > pending:
+                    pending = parent.pending_bytes
+        return self.alike(inputs, depth, pending)
 
     @property
     def ndim(self) -> int:

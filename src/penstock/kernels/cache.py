@@ -27,7 +27,10 @@ _LEAST_TOGETHER = 4  # kernels of a text: NVRTC takes about as long to start as 
 
 
 class KernelCache:
-    """The kernels of a device: a bounded cache that drops the least recently used."""
+    """The kernels of a device: a bounded cache that drops the least recently used.
+
+    Any thread may lower groups, and ask what is missing; `kernels` are made while `Device.running` is held.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -42,9 +45,10 @@ class KernelCache:
     def lowering(self, group: Group) -> Lowering | None:
         """The lowering of a group; None where the device has no kernel for it."""
         key = group.structure
-        if key not in self._lowerings:
-            self._lowerings[key] = self._lower(group, key)
-        return self._lowerings.use(key)
+        lowering = self._lowerings.use(key)
+        if lowering is None and key not in self._lowerings:
+            lowering = self._lowerings[key] = self._lower(group, key)
+        return lowering
 
     def _lower(self, group: Group, key: tuple[Any, ...]) -> Lowering | None:
         can, before = self._device.capabilities, self.sizes.shapes_before(without_sizes(key), key)
@@ -63,14 +67,14 @@ class KernelCache:
         """The lowering of a group of one operation, to kernels that programs with other shapes share."""
         flat = without_shape(group) if self._device.capabilities.vector_width == 1 else None
         key = flat or group.structure, self.sizes.learned
-        if key not in self._shared:
-            lowering = self._shared_lowering(group)
-            if key[1] != self.sizes.learned:  # the next may be another kernel, which fits more sizes
-                return lowering
-            if flat and (lowering is None or lowering.launches[0].scalars != (group.outputs[0].size,)):
-                return lowering  # it does not take the size as an argument
-            self._shared[key] = lowering
         known = self._shared.use(key)
+        if known is None and key not in self._shared:
+            known = self._shared_lowering(group)
+            if key[1] != self.sizes.learned:  # the next may be another kernel, which fits more sizes
+                return known
+            if flat and (known is None or known.launches[0].scalars != (group.outputs[0].size,)):
+                return known  # it does not take the size as an argument
+            self._shared[key] = known
         return known if known is None or not flat else _resized(known, group.outputs[0].size)
 
     def _shared_lowering(self, group: Group) -> Lowering | None:

@@ -23,14 +23,20 @@ def rewritten(tree: Any, change: Callable[[Any], Any], skipped: tuple[type, ...]
 
     Where it returns None, the parts of the node are rewritten. Nodes of the types `skipped` stay.
     """
-    if isinstance(tree, list | tuple):
-        return type(tree)(rewritten(part, change, skipped) for part in tree)
+    kind = type(tree)
+    if kind is list or kind is tuple:
+        return kind([rewritten(part, change, skipped) for part in tree])
     if (new := change(tree)) is not None:
         return new
-    names = _fields(type(tree))
+    names = _fields(kind)
     if not names or isinstance(tree, skipped):
         return tree
-    return replace(tree, **{name: rewritten(getattr(tree, name), change, skipped) for name in names})
+    changes = {}
+    for name in names:
+        part = getattr(tree, name)
+        if (new := rewritten(part, change, skipped)) is not part:
+            changes[name] = new
+    return replace(tree, **changes) if changes else tree
 
 
 def divided(
@@ -52,12 +58,16 @@ def divided(
 def names_in(tree: Any) -> set[str]:
     """All names in a tree: of variables, of arrays, and of operations."""
     names: set[str] = set()
-
-    def note(part: Any) -> None:
-        if isinstance(part, str):
+    stack = [tree]
+    while stack:
+        part = stack.pop()
+        kind = type(part)
+        if kind is str:
             names.add(part)
-
-    rewritten(tree, note)
+        elif kind is list or kind is tuple:
+            stack += part
+        else:
+            stack += [getattr(part, name) for name in _fields(kind)]
     return names
 
 
@@ -66,7 +76,7 @@ def with_plain_names(kernel: ir.KernelIR) -> ir.KernelIR:
     names: dict[str, str] = {}
 
     def visit(tree: Any) -> None:
-        if isinstance(tree, list | tuple):
+        if type(tree) is list or type(tree) is tuple:
             for part in tree:
                 visit(part)
         elif isinstance(tree, ir.Statement):
@@ -87,11 +97,31 @@ class Integers:
     def __init__(self, kernel: ir.KernelIR, fixed: tuple[type, ...]) -> None:
         """`fixed`: statements whose constants cannot become arguments."""
         self._kernel, self._fixed = kernel, fixed
-        self._parts: list[str] = []
-        self._values: list[int] = []
-        self._visit(kernel)
-        self.values = tuple(self._values)
-        self.key = " ".join(self._parts)  # equal for kernels that differ in these integers only
+        parts: list[str] = []  # everything else
+        values: list[int] = []
+        stack: list[Any] = [kernel]
+        while stack:
+            tree = stack.pop()
+            kind = type(tree)
+            if kind is str:
+                parts.append(tree)
+            elif kind is ir.Type:
+                parts.append(f"{tree.dtype}*{tree.width}")
+            elif kind is list or kind is tuple:
+                parts.append(f"[{len(tree)}")
+                stack += tree[::-1]
+            elif kind is ir.Const and _is_integer(tree):
+                parts.append(tree.type.dtype)
+                values.append(tree.value)
+            elif kind is ir.Function:
+                parts.append(f"{tree.name} {tree.linkage}")
+            elif not (names := _fields(kind)) or kind in fixed:
+                parts.append(repr(tree))
+            else:
+                parts.append(kind.__name__)
+                stack += [getattr(tree, name) for name in names[::-1]]
+        self.values = tuple(values)
+        self.key = " ".join(parts)  # equal for kernels that differ in these integers only
 
     def as_arguments(self, argument: Sequence[int | None], count: int) -> ir.KernelIR:
         """The kernel with arguments, by their indices, for integers; they are its first scalars."""
@@ -105,29 +135,6 @@ class Integers:
 
         body = rewritten(self._kernel.body, change, self._fixed)
         return replace(self._kernel, body=body, sizes=count)
-
-    def _visit(self, tree: Any) -> None:
-        """Collect the integers in a tree, and everything else as the key."""
-        kind = type(tree)
-        if kind is str:
-            self._parts.append(tree)
-        elif kind is ir.Type:
-            self._parts.append(f"{tree.dtype}*{tree.width}")
-        elif kind is list or kind is tuple:
-            self._parts.append(f"[{len(tree)}")
-            for part in tree:
-                self._visit(part)
-        elif kind is ir.Const and _is_integer(tree):
-            self._parts.append(tree.type.dtype)
-            self._values.append(tree.value)
-        elif kind is ir.Function:
-            self._parts.append(f"{tree.name} {tree.linkage}")
-        elif not (names := _fields(kind)) or kind in self._fixed:
-            self._parts.append(repr(tree))
-        else:
-            self._parts.append(kind.__name__)
-            for name in names:
-                self._visit(getattr(tree, name))
 
 
 def _is_integer(tree: Any) -> bool:

@@ -13,6 +13,7 @@ arguments from there, and so the kernels that were compiled before.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -78,16 +79,19 @@ class Sizes:
         self._kept = kept
         self._families = LRU[Hashable, _Family](_MOST_FAMILIES)
         self._shapes = LRU[Hashable, list[Hashable]](_MOST_FAMILIES)
+        # Held while a family may change, and not for longer: who waits for it may have to launch something.
+        self._lock = threading.Lock()
         self.learned = 0  # how often a family of shared kernels has got to know new integers
 
     def shapes_before(self, structure: Hashable, key: Hashable) -> int:
         """How many shapes of a structure came before this shape; at most `MOST_WRITTEN_OUT`."""
-        shapes = self._shapes.use(structure)
-        if shapes is None:
-            shapes = self._shapes[structure] = []
-        if key not in shapes and len(shapes) < MOST_WRITTEN_OUT:
-            shapes.append(key)
-        return shapes.index(key) if key in shapes else MOST_WRITTEN_OUT
+        with self._lock:
+            shapes = self._shapes.use(structure)
+            if shapes is None:
+                shapes = self._shapes[structure] = []
+            if key not in shapes and len(shapes) < MOST_WRITTEN_OUT:
+                shapes.append(key)
+            return shapes.index(key) if key in shapes else MOST_WRITTEN_OUT
 
     def launch(self, launch: L, varied: bool) -> L:
         """A launch; if shapes are `varied`, of a kernel with sizes as arguments, where there is a family."""
@@ -102,44 +106,48 @@ class Sizes:
         body = replace(source.body, kernel=with_plain_names(source.body.kernel))
         source, integers = replace(source, body=body, alone=True), _integers(body)
         key = "shared", *_family_key(source, integers)
-        family, values = self._family(key), integers.values
-        if not family.known and self._kept is not None:
-            family.known = _parsed(self._kept.get(digest(repr(key))), len(values))
-            if family.known:
-                family.argument = family.arguments_with(family.known[0])
-        new = not family.fits(values) and values not in family.known
-        if new and family.take_in(values, source.signature):
-            self.learned += 1
-            if self._kept is not None:
-                self._kept.put(digest(repr(key)), json.dumps(family.known))
-        if not family.fits(values):  # the first shape of all
-            return replace(launch, source=replace(source, name=_name(source, integers, values)))
-        source, sizes = self._with_arguments(family, source, integers)
-        return replace(launch, source=source, scalars=(*sizes, *launch.scalars))
+        with self._lock:
+            family, values = self._family(key), integers.values
+            if not family.known and self._kept is not None:
+                family.known = _parsed(self._kept.get(digest(repr(key))), len(values))
+                if family.known:
+                    family.argument = family.arguments_with(family.known[0])
+            new = not family.fits(values) and values not in family.known
+            if new and family.take_in(values, source.signature):
+                self.learned += 1
+                if self._kept is not None:
+                    self._kept.put(digest(repr(key)), json.dumps(family.known))
+            if not family.fits(values):  # the first shape of all
+                return replace(launch, source=replace(source, name=_name(source, integers, values)))
+            source, sizes = self._with_arguments(family, source, integers)
+            return replace(launch, source=source, scalars=(*sizes, *launch.scalars))
 
     def learn(self, source: KernelSource) -> None:
         """Add a kernel to its family, so that the next kernel shows what differs."""
         if isinstance(source.body, DialectBody):
             integers = _integers(source.body)
-            self._family(_family_key(source, integers)).known.append(integers.values)
+            with self._lock:
+                self._family(_family_key(source, integers)).known.append(integers.values)
 
     def _varied(self, source: KernelSource, varied: bool) -> tuple[KernelSource, tuple[int, ...]]:
         """A kernel that takes sizes as its first scalars, and the sizes; none where all stay constants."""
         if not isinstance(source.body, DialectBody):  # opaque text
             return source, ()
         integers = _integers(source.body)
-        family, values = self._family(_family_key(source, integers)), integers.values
-        if values in family.constant:
-            name, constant = family.constant[values]
-            return replace(source, name=name, body=constant), ()
-        if not varied or not family.known:
-            if len(family.known) < _MOST_KNOWN:
-                family.constant[values] = source.name, source.body
-                family.known.append(values)
-            return source, ()
-        if not family.fits(values) and not family.take_in(values, source.signature):
-            return source, ()
-        return self._with_arguments(family, source, integers)
+        key, values = _family_key(source, integers), integers.values
+        with self._lock:
+            family = self._family(key)
+            if values in family.constant:
+                name, constant = family.constant[values]
+                return replace(source, name=name, body=constant), ()
+            if not varied or not family.known:
+                if len(family.known) < _MOST_KNOWN:
+                    family.constant[values] = source.name, source.body
+                    family.known.append(values)
+                return source, ()
+            if not family.fits(values) and not family.take_in(values, source.signature):
+                return source, ()
+            return self._with_arguments(family, source, integers)
 
     def _with_arguments(
         self, family: _Family, source: KernelSource, integers: Integers

@@ -22,7 +22,7 @@ from penstock.tensor import core
 from penstock.tensor.capture import capture
 from penstock.tensor.core import Tensor
 from penstock.tensor.recording import recorded_once, recording
-from penstock.tensor.repeated import again_with, is_much, note_with, tensor_like
+from penstock.tensor.repeated import again, again_with, is_much, note_with, tensor_like
 
 P = ParamSpec("P")
 _NUMBERS = (float, complex, np.inexact)
@@ -39,8 +39,11 @@ def composite(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
     def composed(*args: P.args, **kwargs: P.kwargs) -> Tensor:
         if core._captures and capture.get() is not None:
             return function(*args, **kwargs)
-        if args and type(args[0]) is Tensor:
-            repeated = again_with(function, args[0], args[1:], kwargs)
+        if args and type(args[0]) is Tensor and not args[0]._actual_requires_grad:
+            if len(args) == 1 or type(args[1]) is not Tensor:
+                repeated = again_with(function, args[0], args[1:], kwargs)
+            else:
+                repeated = again(function, args[0], args[1]) if len(args) == 2 and not kwargs else None
             if repeated is not None:
                 return repeated
         key: list[Any] = [function]
@@ -71,10 +74,10 @@ def composite(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
             return function(*args, **kwargs)
         if known is _NEW:
             known = recorded_once(device, kind, partial(_recorded, function, args, kwargs, device), True)
+            if known is not None and type(args[0]) is Tensor and len(nodes) == 1:
+                note_with(known, function, args[0], args[1:], kwargs)
         if known is None:
             return function(*args, **kwargs)
-        if type(args[0]) is Tensor and len(nodes) == 1:
-            note_with(known, function, args[0], args[1:], kwargs)
         return _repeated(known, tuple(nodes), device)
 
     return composed

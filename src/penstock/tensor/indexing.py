@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -49,15 +51,20 @@ def along(x: Tensor, index: Tensor, axis: int, operation: str) -> Tensor:
     _note_range(index)
     span, length = index._node.span, x._node.shape[axis]
     if span is not None and -length <= span[0] and span[1] < length:
-        return _along_checked(x, index, axis, span[0] < 0)
+        return _along_checked(axis, span[0] < 0)(x, index)
     return _picked(x, index, _index_node(index, axis, x, operation), axis)
 
 
-@composite
-def _along_checked(x: Tensor, index: Tensor, axis: int, from_end: bool) -> Tensor:
+@cache
+def _along_checked(axis: int, from_end: bool) -> Callable[[Tensor, Tensor], Tensor]:
     """The same for indices that are known to be in range; `from_end`: some may be negative."""
-    node = elementwise.cast(index._node, dtypes.int64)
-    return _picked(x, index, _from_start(node, x.shape[axis]) if from_end else node, axis)
+
+    @composite
+    def along_axis(x: Tensor, index: Tensor) -> Tensor:
+        node = elementwise.cast(index._node, dtypes.int64)
+        return _picked(x, index, _from_start(node, x.shape[axis]) if from_end else node, axis)
+
+    return along_axis
 
 
 def _picked(x: Tensor, index: Tensor, picked: Node, axis: int) -> Tensor:
@@ -253,36 +260,38 @@ def _plain(shape: Shape, key: Any) -> tuple[Slices, Shape] | None:
     if type(key) is int and shape and -shape[0] <= key < shape[0]:  # the most frequent, and soon done
         return ((key % shape[0], 1, 1), *[(0, length, 1) for length in shape[1:]]), shape[1:]
     parts = key if type(key) is tuple else (key,)
-    taken = dots = 0
-    for part in parts:
-        if type(part) is int or type(part) is slice:
-            taken += 1
-        elif part is Ellipsis:
-            dots += 1
-        elif part is not None:
-            return None
-    left = len(shape) - taken
-    if left < 0 or dots > 1:
-        return None
     slices: list[tuple[int, int, int]] = []
     result: list[int] = []
-    for part in parts if dots else (*parts, Ellipsis):
-        if part is None:
-            result.append(1)
-            continue
-        at = len(slices)
-        if part is Ellipsis:
-            slices += [(0, length, 1) for length in shape[at : at + left]]
-            result += shape[at : at + left]
-        elif type(part) is slice:
+    at, ndim = 0, len(shape)  # the axis of a part
+    for part in parts:
+        if type(part) is slice:
+            if at == ndim:
+                return None
             start, stop, step = part.indices(shape[at])
-            count = len(range(start, stop, step))
-            slices.append((start, count, step) if count else (0, 0, 1))
-            result.append(count)
-        elif -shape[at] <= part < shape[at]:
+            count = stop - start if step == 1 else len(range(start, stop, step))
+            slices.append((start, count, step) if count > 0 else (0, 0, 1))
+            result.append(count if count > 0 else 0)
+            at += 1
+        elif type(part) is int:
+            if at == ndim or not -shape[at] <= part < shape[at]:
+                return None
             slices.append((part % shape[at], 1, 1))
+            at += 1
+        elif part is None:
+            result.append(1)
+        elif part is Ellipsis:
+            taken = [type(other) for other in parts if other is not None]
+            if taken.count(type(Ellipsis)) > 1 or len(taken) - 1 > ndim:
+                return None
+            left = shape[at : at + ndim + 1 - len(taken)]
+            slices += [(0, length, 1) for length in left]
+            result += left
+            at += len(left)
         else:
             return None
+    if at < ndim:
+        slices += [(0, length, 1) for length in shape[at:]]
+        result += shape[at:]
     return tuple(slices), tuple(result)
 
 

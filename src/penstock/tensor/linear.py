@@ -16,9 +16,10 @@ from penstock.tensor.capture import capture
 from penstock.tensor.composite import composite
 from penstock.tensor.core import Tensor, install, record
 from penstock.tensor.manipulation import expand_dims, moveaxis, permute_dims, reshape, squeeze, stack
-from penstock.tensor.operands import Array, as_tensors
+from penstock.tensor.operands import Array, as_tensors, values_only
 from penstock.tensor.reduction import narrowed, widened
 from penstock.tensor.reduction import sum as sum_
+from penstock.tensor.repeated import again
 
 
 def matmul(x1: Array, x2: Array, /) -> Tensor:
@@ -28,14 +29,19 @@ def matmul(x1: Array, x2: Array, /) -> Tensor:
     [3, 7]
     """
     if isinstance(x1, Tensor) and isinstance(x2, Tensor):
+        if not (x1._actual_requires_grad or x2._actual_requires_grad):
+            repeated = again(_matmul, x1, x2)
+            if repeated is not None:
+                return repeated
+            if values_only(x1, x2):
+                return _matmul_of_values(x1, x2)
         a, b = x1._node, x2._node
         matrices = len(a.shape) == len(b.shape) == 2 and a.shape[1] == b.shape[0]
         if matrices and a.dtype is b.dtype and a.dtype.kind in "iufc":
             return record(contraction.matmul(a, b), x1, x2)
-    return _matmul(x1, x2)
+    return _matmul_of_values(x1, x2)
 
 
-@composite
 def _matmul(x1: Array, x2: Array) -> Tensor:
     """The product of tensors of any dtypes and numbers of axes."""
     x1, x2 = as_tensors("matmul", x1, x2)
@@ -60,6 +66,9 @@ def _matmul(x1: Array, x2: Array) -> Tensor:
     if x1.ndim == 1:
         result = squeeze(result, -2)
     return squeeze(result, -1) if x2.ndim == 1 else result
+
+
+_matmul_of_values = composite(_matmul)
 
 
 def matmul_batch(lefts: Sequence[Tensor], rights: Sequence[Tensor], /) -> list[Tensor]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import builtins
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,14 +13,14 @@ import numpy as np
 from penstock.graph import elementwise, reducing, shaping
 from penstock.graph.node import DType
 from penstock.tensor import dtypes
-from penstock.tensor.arguments import integers, of_tensor, shape_of
+from penstock.tensor.arguments import integer, integers, of_tensor, shape_of
 from penstock.tensor.broadcasting import axes_of, broadcast, common_shape
 from penstock.tensor.composite import composite
 from penstock.tensor.core import Tensor, install, record
 from penstock.tensor.creation import Where, arange
 from penstock.tensor.indexing import along, get
 from penstock.tensor.operands import Array, as_tensors
-from penstock.tensor.repeated import again, is_computed
+from penstock.tensor.repeated import again, is_computed, viewed
 
 Axis = int | Sequence[int] | None
 
@@ -50,6 +51,10 @@ def reshape(x: Tensor, /, shape: int | Sequence[int], *, copy: bool | None = Non
     >>> ps.reshape(ps.arange(6), (2, -1)).shape
     (2, 3)
     """
+    return viewed(_reshaped, x, shape)
+
+
+def _reshaped(x: Tensor, shape: int | Sequence[int]) -> Tensor:
     wanted = list(integers(shape, "reshape", "a shape"))
     node = x._node
     size = math.prod(node.shape)
@@ -69,6 +74,10 @@ def permute_dims(x: Tensor, /, axes: Sequence[int]) -> Tensor:
     >>> ps.permute_dims(ps.zeros((2, 3, 4)), (2, 0, 1)).shape
     (4, 2, 3)
     """
+    return viewed(_permuted, x, axes)
+
+
+def _permuted(x: Tensor, axes: Sequence[int]) -> Tensor:
     axes = integers(axes, "permute_dims", "an order of axes")
     node = x._node
     count = len(node.shape)
@@ -189,21 +198,25 @@ def concat(arrays: Sequence[Array], /, axis: int | None = 0) -> Tensor:
     arrays = as_tensors("concat", *arrays)
     if axis is None:
         return concat([reshape(array, -1) for array in arrays], axis=0)
-    return _concat(axis, *arrays)
+    return _concat_along(axis if type(axis) is int else integer(axis, "concat", "an axis"))(*arrays)
 
 
-@composite
-def _concat(axis: int, *arrays: Tensor) -> Tensor:
-    (position,) = axes_of(arrays[0], axis, "concat")
-    nodes = [array._node for array in arrays]
-    first = nodes[0].shape
-    others = first[:position] + first[position + 1 :]
-    for node in nodes:
-        shape = node.shape
-        if len(shape) != len(first) or shape[:position] + shape[position + 1 :] != others:
-            raise ValueError(f"concat: shapes {first} and {shape} differ outside axis {axis}")
-    dtype = dtypes.promote(*[node.dtype for node in nodes])
-    return record(shaping.concat([elementwise.cast(node, dtype) for node in nodes], position), *arrays)
+@cache
+def _concat_along(axis: int) -> Callable[..., Tensor]:
+    @composite
+    def concat_arrays(*arrays: Tensor) -> Tensor:
+        (position,) = axes_of(arrays[0], axis, "concat")
+        nodes = [array._node for array in arrays]
+        first = nodes[0].shape
+        others = first[:position] + first[position + 1 :]
+        for node in nodes:
+            shape = node.shape
+            if len(shape) != len(first) or shape[:position] + shape[position + 1 :] != others:
+                raise ValueError(f"concat: shapes {first} and {shape} differ outside axis {axis}")
+        dtype = dtypes.promote(*[node.dtype for node in nodes])
+        return record(shaping.concat([elementwise.cast(node, dtype) for node in nodes], position), *arrays)
+
+    return concat_arrays
 
 
 def stack(arrays: Sequence[Array], /, axis: int = 0) -> Tensor:

@@ -1,7 +1,7 @@
-"""Operations on values that were recorded before, on other values: the shortest way to their nodes.
+"""Operations that were recorded before, on other values: the shortest way to their nodes.
 
-What was recorded is an `Example`. A node that is made like it needs no rule of shapes, and no key of its
-program.
+What was recorded is an `Example`. A node that is made like it needs no rule of shapes, and where all inputs
+are computed, no key of its program.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from penstock.tensor.operands import constant_like
 
 _PLAIN = (float, int)  # types of the numbers that most operations have
 _TOLD_APART = {int, bool, str, tuple, NoneType}  # not floats: 0.0 == -0.0
+_INTEGERS = {int}
 _new_tensor = Tensor.__new__
 Slices = tuple[tuple[int, int, int], ...]
 
@@ -31,25 +32,29 @@ def is_computed(x: Tensor) -> bool:
 
 
 def again(function: Callable[..., Tensor], x: Tensor, y: Tensor | None = None) -> Tensor | None:
-    """What a composite of `function` gives for computed values, if it was recorded before; else None."""
+    """What a composite of `function` gives for one or two tensors, if it was recorded before; else None."""
     node, device = x._actual_node, x.device
-    if core._captures or x._actual_requires_grad or node.value is None or node.tracked:
+    if core._captures or x._actual_requires_grad or node.tracked:
         return None
+    is_computed = node.value is not None
     if y is None:
         like = device.subgraphs.get((function, node.shape, node.dtype.name))
         nodes: tuple[Node, ...] = (node,)
     else:
         other = y._actual_node
-        if y._actual_requires_grad or other.value is None or other.tracked or y.device is not device:
+        if y._actual_requires_grad or other.tracked or y.device is not device or node is other:
             return None
-        if node is other:
-            return None
+        is_computed = is_computed and other.value is not None
         kind = (function, node.shape, node.dtype.name, other.shape, other.dtype.name)
         like = device.subgraphs.get(kind)
         nodes = (node, other)
     if like is None or like.node.like is None:
         return None
-    return tensor_like(like.node.alike(nodes if like.inputs_of is tuple else like.inputs_of(nodes)), device)
+    if like.inputs_of is not tuple:
+        nodes = like.inputs_of(nodes)
+    if is_computed:
+        return tensor_like(like.node.alike(nodes), device)
+    return Tensor(like.node.alike_pending(nodes), device)
 
 
 def again_with_number(function: Callable[..., Tensor], x1: Any, x2: Any) -> Tensor | None:
@@ -82,14 +87,16 @@ def note_number(function: Callable[..., Tensor], node: Node, device: Device, x1:
     """Have `again_with_number` make nodes like this, which applies a primitive to both operands."""
     at = 0 if type(x1) in _PLAIN else 1
     number, operand = x2 if at else x1, node.inputs[1 - at]
+    through, below = operand.value is None, operand.like
+    if through and (below is None or below.through or below.number_at is not None):
+        return  # where there is another constant, it depends on both whether they are one
     if type(number) not in _PLAIN or node.tracked or is_much(node) or not device.reuses_graphs:
         return
-    through, below = operand.value is None, operand.like
     kind: tuple[Any, ...]
     if not through:
         stand_in, kind = placeholder(operand.shape, operand.dtype), (operand.shape, operand.dtype.name)
-    elif below is None or below.through or below.number_at is not None or operand.primitive is CALL:
-        return  # where there is another constant, it depends on both whether they are one
+    elif below is None or operand.primitive is CALL:
+        return
     else:
         stand_in, kind = below.node, (below,)
     constant = node.inputs[at]
@@ -102,9 +109,9 @@ def note_number(function: Callable[..., Tensor], node: Node, device: Device, x1:
 def again_with(
     function: Callable[..., Tensor], x: Tensor, rest: tuple[Any, ...], named: Mapping[str, Any]
 ) -> Tensor | None:
-    """What a composite gives for a computed value and arguments that are no tensors; see `note_with`."""
+    """What a composite gives for a tensor and arguments that are none; see `note_with`."""
     node, device = x._actual_node, x.device
-    if core._captures or x._actual_requires_grad or node.value is None or node.tracked:
+    if core._captures or x._actual_requires_grad or node.tracked:
         return None
     if named:
         rest += (*named, *named.values())
@@ -112,7 +119,11 @@ def again_with(
         like = device.examples.get((function, node.shape, node.dtype.name, *rest, *map(type, rest)))
     except TypeError:  # an argument is not hashable
         return None
-    return None if like is None else tensor_like(like.node.alike((node,)), device)
+    if like is None:
+        return None
+    if node.value is not None:
+        return tensor_like(like.node.alike((node,)), device)
+    return Tensor(like.node.alike_pending((node,)), device)
 
 
 def note_with(
@@ -131,10 +142,33 @@ def note_with(
             x.device.examples[kind] = like
 
 
+def viewed(function: Callable[[Tensor, Any], Tensor], x: Tensor, given: Any) -> Tensor:
+    """`function(x, given)`, which is a view of `x`: like the one before, if the integers are the same."""
+    node, device = x._actual_node, x.device
+    if core._captures or x._actual_requires_grad or node.tracked:
+        return function(x, given)
+    if type(given) is not tuple or not _INTEGERS.issuperset(map(type, given)):  # (1.0,) == (True,) == (1,)
+        return function(x, given)
+    kind = (function, node.shape, node.dtype.name, given)
+    like = device.examples.get(kind)
+    if like is not None:
+        return Tensor(like.node.alike_pending((node,)), device)
+    result = function(x, given)
+    view = result._actual_node
+    if view.inputs == (node,) and device.reuses_graphs:  # not `node` itself, and not computed already
+        example = view.on((placeholder(node.shape, node.dtype),))
+        like = Example(example)
+        if not view.primitive.same_bytes:  # else it may lie in the memory of its input, and need no program
+            example.like = like
+        with device.running:  # for other threads
+            device.examples[kind] = like
+    return result
+
+
 def sliced(x: Tensor, slices: Slices, shape: Shape) -> Tensor:
     """Slices of all axes of a tensor, in a shape without the axes of single items."""
     node, device = x._actual_node, x.device
-    if core._captures or x._actual_requires_grad or node.value is None or node.tracked:
+    if core._captures or x._actual_requires_grad or node.tracked:
         return record(shaping.reshape(shaping.slice_(x._node, slices), shape), x)
     kind = (node.shape, node.dtype.name, slices, shape)
     like = device.examples.get(kind)
@@ -143,9 +177,13 @@ def sliced(x: Tensor, slices: Slices, shape: Shape) -> Tensor:
         if device.reuses_graphs and result is not node and not is_much(result):
             _note_slices(node, slices, shape, device)
         return Tensor(result, device)
+    example = like.node
     if like.through:
-        node = like.node.inputs[0].alike((node,))
-    return tensor_like(like.node.alike((node,)), device)
+        before = example.inputs[0]
+        if node.value is None:
+            return Tensor(shaping.reshape(before.alike_pending((node,)), shape), device)
+        return tensor_like(example.alike((before.alike((node,)),)), device)
+    return Tensor(example.alike_pending((node,)), device)
 
 
 def _note_slices(node: Node, slices: Slices, shape: Shape, device: Device) -> None:

@@ -48,8 +48,9 @@ def spelled(function: Function) -> Function:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        torch = len(args) > at or not spellings.isdisjoint(kwargs)
-        for given in spellings.intersection(kwargs) if torch else ():
+        if len(args) <= at and spellings.isdisjoint(kwargs):
+            return function(*args, **kwargs)
+        for given in spellings.intersection(kwargs):
             own, value = known[given], kwargs.pop(given)
             if own in kwargs:
                 raise TypeError(f"{function.__name__}: {own} and {given} are the same; give one of them")
@@ -59,7 +60,7 @@ def spelled(function: Function) -> Function:
         try:
             return function(*args, **kwargs)
         except IndexError:
-            if not torch or at >= len(names) or not isinstance(args[0], Tensor) or args[0].ndim:
+            if at >= len(names) or not isinstance(args[0], Tensor) or args[0].ndim:
                 raise
             return _as_vector(function, args[0], args[1:], kwargs)
 

@@ -43,19 +43,24 @@ def lower(group: Group, capabilities: Capabilities, shared: bool = False) -> Low
     splits: list[tuple[str, int]] = []
     borders: set[tuple[str, int]] = set()  # of variables, which vectors must not cross
     loops = LOOPS[group.kind]
+    trial: LoopNest | None = None  # of single items, which shows what variables are for
     while True:
         try:
-            trial = loops(group, capabilities, 1, splits, [])
-            trial.build()
-            merges = trial.merges()
+            if trial is None:
+                trial = loops(group, capabilities, 1, splits, [])
+                trial.shared, trial.order = shared, order
+                lowered = trial.build()
+                merges = trial.merges()
             if group.kind.is_map and (lanes == 1 or not word_access) and not shared:
                 tiled = TiledLoops(group, capabilities, 1 if gpu else lanes, splits, merges)
                 if tiled.finds_use(trial):
                     return tiled.build()
+            by_turns = gpu and group.kind.is_map and not shared
+            turns = _turns(group, lanes, wanted, capabilities) if by_turns else 1
+            if lanes == turns == 1 and not merges and not borders:
+                return lowered  # it would be the same again
             nest = loops(group, capabilities, lanes, splits, merges)
-            nest.borders, nest.shared, nest.order = borders, shared, order
-            if gpu and group.kind.is_map and not shared:
-                nest.turns = _turns(group, lanes, wanted, capabilities)
+            nest.borders, nest.shared, nest.order, nest.turns = borders, shared, order, turns
             return nest.build()
         except BorderCrossed as crossed:
             known = len(borders)
@@ -65,6 +70,7 @@ def lower(group: Group, capabilities: Capabilities, shared: bool = False) -> Low
                 borders.clear()
         except SplitNeeded as needed:
             splits.append((needed.name, needed.inner))
+            trial = None
         except LanesImpossible:
             lanes = lanes // 2 if gpu else 1
             borders.clear()  # which single items cannot cross
