@@ -41,6 +41,9 @@ _SURE = 0.99  # of what is estimated to be live: no plan takes less
 # Of a budget: if so much of it is left, a search has gone on for long enough. More than gaps between packed
 # values take, so that no sequence is found below the smallest budget of a search to the end.
 _AMPLE = 1 / 8
+# Of what a sequence takes more than any can without moves: if others for its price take less, a search without
+# moves has gone on for long enough.
+_BEHIND = 3 / 4
 _SHOWN = 4  # of the largest values, in a message
 _MARGIN = 1.3  # of a copy: kernels, which are priced by usual rates, may be faster, and would wait for it
 _LEVELS = 8  # of memory, between what is needed without a budget and the least
@@ -311,7 +314,7 @@ def _frontier(
         return
     moving = sequels(tasks, order, nbytes, kept, link, state, new)
     moved = list(_until_ample(moving, left))
-    # Without moves nothing takes less than this, and what follows is hardly ever cheaper.
+    # Without moves nothing takes less than this.
     lowest = Sequel((), (), least_peak(tasks, nbytes, kept, state, new), 0.0, ())
     computed = list(_until_ample(_cheaper(plain, lowest, moved), left)) if left(lowest) >= 0 else []
     first = _cheapest([*computed, *moved])
@@ -329,10 +332,14 @@ def _until_ample(search: Iterable[Sequel], left: Callable[[Sequel], float]) -> I
             return
 
 
-def _cheaper(search: Iterable[Sequel], lowest: Sequel, others: Iterable[Sequel]) -> Iterator[Sequel]:
-    """The sequences of a search until another is cheaper that takes less than any of the search can."""
-    most = min((other.price for other in others if other.peak_bytes <= lowest.peak_bytes), default=math.inf)
-    return takewhile(lambda sequel: sequel.price <= most, search)
+def _cheaper(search: Iterable[Sequel], lowest: Sequel, others: Sequence[Sequel]) -> Iterator[Sequel]:
+    """The sequences of a search until others leave it so far behind that it hardly ever comes up again."""
+
+    def is_near(sequel: Sequel) -> bool:
+        least = min((other.peak_bytes for other in others if other.price <= sequel.price), default=math.inf)
+        return least - lowest.peak_bytes > _BEHIND * (sequel.peak_bytes - lowest.peak_bytes)
+
+    return takewhile(is_near, search)
 
 
 def _cheapest(sequels: Sequence[Sequel]) -> list[Sequel]:

@@ -198,6 +198,7 @@ class Search:
         ]
         self.least = 1  # bytes of what may be dropped
         self.temporary = [value not in kept and value in self.writer for value in range(len(nbytes))]
+        self.made_reads = [[value for value in task.reads if self.temporary[value]] for task in tasks]
         # The places after which temporaries are gone, and what is by place.
         self.end = [len(order)] * len(nbytes)
         self._ends: list[list[int]] = [[] for _ in order]
