@@ -525,3 +525,5 @@ def test_a_plan_runs_nothing_and_is_a_table(host: Device, monkeypatch: pytest.Mo
     assert "is enough" in plan.verdict(plan.unlimited_bytes)
     assert "will do, with at most" in plan.verdict(plan.smallest_bytes)
     assert "is too little" in plan.verdict(plan.smallest_bytes - 1)
+    limits = (plan.unlimited_bytes, plan.smallest_bytes, plan.smallest_bytes - 1)
+    assert [plan.fits(limit) for limit in limits] == [True, True, False]

@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import replace
 from typing import Literal
 
-from penstock.compiler.budget import described, result_bytes
 from penstock.compiler.compilation import Compilation
 from penstock.compiler.schedule import BufferSpec, Copy, Location, Schedule, Step
+from penstock.compiler.taking import described, result_bytes
 from penstock.compiler.target import Target
 from penstock.fusion.groups import Group
 from penstock.fusion.views import base
