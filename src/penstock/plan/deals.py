@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from penstock.plan.recomputing import Search
 
 _FIRST_RATE = 4.0  # times the price of the last task for a byte of its result: about what a byte may cost
+_MOST_TRIES = 256  # to add a task: what needs more is hardly ever worth it
 _ROUNDS = 3  # in which the price for a byte settles
 
 
@@ -64,7 +65,7 @@ class Deals:
         rate = _FIRST_RATE * (search.tasks[writer].price or 0.0) / max(size, 1)
         for _ in range(_ROUNDS):
             closure = _Closure(self, needs, place, rate)
-            if closure.added(writer, math.inf) == math.inf:
+            if closure.added(writer, math.inf) == math.inf or closure.is_too_large:
                 return result
             gaps = [gap for task in closure.tasks for gap in needs[task].beside if gap.value != value]
             nbytes = search.nbytes
@@ -118,15 +119,22 @@ class _Closure:
     def __init__(self, deals: Deals, needs: dict[int, _Needs], place: int, rate: float) -> None:
         """`needs`: what is known of tasks at the place."""
         self._deals, self._needs, self._place, self._rate = deals, needs, place, rate
+        self._tries = _MOST_TRIES
         self.tasks: dict[int, None] = {}
         self.stays: dict[int, None] = {}
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether not all ways were looked at: their number may double with each task."""
+        return self._tries < 0
 
     def added(self, number: int, most: float) -> float:
         """Add a task, with the cheapest way to have what it reads; its cost, infinite if more than `most`."""
         needs = self._needs.get(number)
         if needs is None:
             needs = self._needs[number] = self._deals.needs(number, self._place)
-        if needs.price is None:
+        self._tries -= 1
+        if needs.price is None or self._tries < 0:
             return math.inf
         rate, tasks, stays = self._rate, self.tasks, self.stays
         total = needs.price - rate * needs.freed
