@@ -42,16 +42,48 @@ class _Needs(NamedTuple):
     missing: tuple[tuple[int, int, int | None], ...]  # values, what writes them, bytes of those that may stay
 
 
+class _Place(NamedTuple):
+    """What is known of a place."""
+
+    needs: dict[int, _Needs]  # by task
+    values: set[int]  # all that these tasks read and write
+    deals: dict[int, Deal | None]  # by value
+
+
 class Deals:
     """The deals for what is idle where the most is live."""
 
     def __init__(
-        self, search: Search, best: Unfolded, dropped: Mapping[Gap, Drop], idle: Mapping[int, Gap]
+        self,
+        search: Search,
+        best: Unfolded,
+        dropped: Mapping[Gap, Drop],
+        idle: Mapping[int, Gap],
+        before: Deals | None = None,
     ) -> None:
-        """`idle`: what may be dropped there."""
+        """`idle`: what may be dropped there. `before`: the deals for a sequence in which less was dropped."""
         self._search, self._best, self._dropped, self._idle = search, best, dropped, idle
         self._at = int(best.load.argmax())
-        self._needs: dict[int, dict[int, _Needs]] = {}  # by place and task
+        self._over = search.accesses.last_use < best.places[self._at]  # values that are used only before
+        self._places: dict[int, _Place] = {}
+        if before is not None:
+            changed = self._changed(before)
+            self._places = {place: self._kept(there, changed) for place, there in before._places.items()}
+
+    def _kept(self, there: _Place, changed: set[int]) -> _Place:
+        """What is still true of a place."""
+        if changed.isdisjoint(there.values):
+            return there
+        made = self._search.made
+        needs = {task: needs for task, needs in there.needs.items() if changed.isdisjoint(made[task])}
+        return _Place(needs, set().union(*(made[task] for task in needs)), {})
+
+    def _changed(self, before: Deals) -> set[int]:
+        """The values of which something is not as it was before that deals depend on."""
+        different = (self._best.lives != before._best.lives) | (self._over != before._over)
+        dropped = self._dropped.items() - before._dropped.items()
+        idle = self._idle.items() ^ before._idle.items()
+        return {*different.nonzero()[0].tolist(), *(gap.value for gap, _ in dropped), *(v for v, _ in idle)}
 
     def of(self, value: int, place: int) -> Deal | None:
         """The best deal for a value that is needed again at a place; None: it would free nothing."""
@@ -60,11 +92,18 @@ class Deals:
         runs = best.again.get(writer, ())
         if bisect_right(runs, best.main[place]) > bisect_right(runs, self._at):
             return Deal(0.0, size)  # it is computed on the way
+        there = self._places.setdefault(place, _Place({}, set(), {}))
+        if value not in there.deals:
+            there.deals[value] = self._best_deal(value, place, there)
+        return there.deals[value]
+
+    def _best_deal(self, value: int, place: int, there: _Place) -> Deal | None:
+        search, needs = self._search, there.needs
+        writer, size = search.writer[value], search.nbytes[value]
         result: Deal | None = None
-        needs = self._needs.setdefault(place, {})
         rate = _FIRST_RATE * (search.tasks[writer].price or 0.0) / max(size, 1)
         for _ in range(_ROUNDS):
-            closure = _Closure(self, needs, place, rate)
+            closure = _Closure(self, there, place, rate)
             if closure.added(writer, math.inf) == math.inf or closure.is_too_large:
                 return result
             gaps = [gap for task in closure.tasks for gap in needs[task].beside if gap.value != value]
@@ -83,6 +122,7 @@ class Deals:
     def needs(self, task: int, place: int) -> _Needs:
         """What it takes to run a task again at a place."""
         search = self._search
+        self._places[place].values.update(search.made[task])
         idle = [self._idle[value] for value in search.tasks[task].writes if value in self._idle]
         beside = tuple([gap for gap in idle if search.next_use(gap) >= place])
         missing = tuple(
@@ -116,9 +156,9 @@ class Deals:
 class _Closure:
     """Tasks that run again together, and what stays for them, at a price for a byte."""
 
-    def __init__(self, deals: Deals, needs: dict[int, _Needs], place: int, rate: float) -> None:
-        """`needs`: what is known of tasks at the place."""
-        self._deals, self._needs, self._place, self._rate = deals, needs, place, rate
+    def __init__(self, deals: Deals, there: _Place, place: int, rate: float) -> None:
+        """`there`: what is known of the place."""
+        self._deals, self._needs, self._place, self._rate = deals, there.needs, place, rate
         self._tries = _MOST_TRIES
         self.tasks: dict[int, None] = {}
         self.stays: dict[int, None] = {}

@@ -199,8 +199,10 @@ class Search:
             for task in tasks
         ]
         self.least = 1  # bytes of what may be dropped
+        self._deals: Deals | None = None  # the last
         self.temporary = [value not in kept and value in self.writer for value in range(len(nbytes))]
         self.made_reads = [[value for value in task.reads if self.temporary[value]] for task in tasks]
+        self.made = [(*reads, *task.writes) for reads, task in zip(self.made_reads, tasks, strict=True)]
         # The places after which temporaries are gone, and what is by place.
         self.end = [len(order)] * len(nbytes)
         self._ends: list[list[int]] = [[] for _ in order]
@@ -360,7 +362,8 @@ class Search:
         copies = self._traffic(dropped, place) if self._moves else None
         gaps = self._idle_gaps(best, at, touched)
         again = {value: gap for value, gap in gaps.items() if gap not in dropped and self._price(value)}
-        deals, reads = Deals(self, best, dropped, again), best.reads_after(at)
+        deals = self._deals = Deals(self, best, dropped, again, self._deals)
+        reads = best.reads_after(at)
         result: list[_Choice] = []
         for value, gap in gaps.items():
             how = dropped.get(gap)

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 Ints = npt.NDArray[np.int64]
 
+# Odd numbers by which others are multiplied, so that sums of several tell them apart.
+_MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93], np.uint64)
+
 
 class Accesses:
     """What the tasks of an order read and write, as arrays: most of it stays in every sequence."""
@@ -30,6 +33,9 @@ class Accesses:
         self.written_at, self.written = np.array(writes, np.int64).reshape(-1, 2).T
         self.size = np.array(nbytes, np.int64)
         self.temporary = np.array(temporary, bool)
+        self.last_use = np.full(len(nbytes), -1, np.int64)  # by value, the last place at which it is used
+        np.maximum.at(self.last_use, self.read, self.read_at)
+        np.maximum.at(self.last_use, self.written, self.written_at)
         self.scratch = np.array([tasks[number].scratch for number in order], np.int64)
         # By task, its results that may overwrite what it reads: number, bytes, and which reads are as large.
         self.over = [
@@ -76,6 +82,18 @@ class Unfolded:
         for number in range(self._first_copy, len(self.value_of)):
             if self.born[number] >= 0:
                 result.setdefault(self.value_of[number], []).append(number)
+        return result
+
+    @cached_property
+    def lives(self) -> npt.NDArray[np.uint64]:
+        """By value, a number that tells from when to when it is on the device, between which places."""
+        places = np.array(self.places, np.int64)
+        runs = np.arange(len(places))
+        times = 4 * places + np.sign(runs - self.main[places]) + 1  # before a place's own run, it, or after
+        times = np.append(times, -1)  # of what no run writes or uses
+        numbers = (times[self._born].astype(np.uint64) * _MIX[0]) ^ (times[self._last].astype(np.uint64) * _MIX[1])
+        result = np.zeros(self._first_copy, np.uint64)
+        np.add.at(result, self.value_of, (numbers ^ (numbers >> np.uint64(29))) * _MIX[2])
         return result
 
     def _lifetimes(self, unfolding: Unfolding) -> tuple[Ints, Ints]:
