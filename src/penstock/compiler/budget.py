@@ -36,7 +36,7 @@ from penstock.fusion.groups import Group
 from penstock.fusion.views import base
 from penstock.graph.node import Node
 from penstock.kernels.source import ALIGNMENT
-from penstock.plan.arena import lower_bound
+from penstock.plan.arenas import least_bytes
 from penstock.plan.order import deferred, ordered
 from penstock.plan.prefetching import prefetched
 from penstock.plan.recomputing import least_peak, sequels
@@ -338,7 +338,7 @@ def _planned(outline: _Outline, target: Target, most: int) -> Compilation | None
     laid_out = outline.laid_out()
     assert laid_out.layout is not None
     room = most - bytes_beside_arenas(laid_out, target)
-    if lower_bound(laid_out.layout.lifetimes, ALIGNMENT) > room:
+    if least_bytes(laid_out.layout.lifetimes, ALIGNMENT, target.capabilities.max_arena_bytes) > room:
         return None
     planned = plan(laid_out, target)
     return planned if arena_bytes(planned) <= room else None

@@ -57,9 +57,23 @@ def plan_arenas(values: Sequence[Value], alignment: int, most: int, largest: int
     return ArenaPlan(tuple(offsets), total, least, tuple(arena_of), tuple(plans))
 
 
+def least_bytes(values: Sequence[Value], alignment: int, most: int) -> int:
+    """Bytes below which arenas of at most `most` bytes are not worth a plan."""
+    least = lower_bound(values, alignment)
+    if least <= most or max(value.nbytes for value in values) > most:
+        return least
+    arena_of = _split(values, alignment, max(int(most * _FULL[0]), _largest(values, alignment)))
+    arenas = ([at for at, arena in enumerate(arena_of) if arena == number] for number in {*arena_of})
+    return sum(lower_bound(_renumbered(values, some), alignment) for some in arenas)
+
+
+def _largest(values: Sequence[Value], alignment: int) -> int:
+    return max(-(-value.nbytes // alignment) * alignment for value in values)
+
+
 def _plan_small(values: Sequence[Value], alignment: int, most: int) -> tuple[list[int], list[Plan]]:
     """The arena of each value, and the plans of the arenas; no value is larger than an arena."""
-    largest = max(-(-value.nbytes // alignment) * alignment for value in values)
+    largest = _largest(values, alignment)
     for share in _FULL:
         arena_of = _split(values, alignment, max(int(most * share), largest))
         plans: list[Plan] = []
