@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import takewhile
+from itertools import chain, takewhile
 
 from penstock.compiler.compilation import Compilation, Move
 from penstock.compiler.layout import lay_out, own_buffers, plan
@@ -79,7 +79,7 @@ def fits(state: Compilation, target: Target) -> bool:
     room = budget.limit - budget.held
     return any(
         outline.least <= room and not outline.early and _planned(outline, target, room)
-        for outline in _outlines(state, target, room)
+        for outline in _outlines(state, target, room, any_price=True)
     )
 
 
@@ -110,8 +110,13 @@ class _Outline:
     laid_out: Callable[[], Compilation]
 
 
-def _outlines(state: Compilation, target: Target, room: int | None = None) -> Iterator[_Outline]:
-    """Ways to run the groups; first those to which a search comes until it has `room`, and some more."""
+def _outlines(
+    state: Compilation, target: Target, room: int | None = None, any_price: bool = False
+) -> Iterator[_Outline]:
+    """Ways to run the groups; first those to which a search comes until it has `room`, and some more.
+
+    At `any_price`, not the cheapest of these is the first, but that with the least memory.
+    """
     works = works_of(state)
     fixed = set(own_buffers(state))
     kept = works.kept | {number for number, node in enumerate(works.nodes) if node in fixed}
@@ -150,7 +155,7 @@ def _outlines(state: Compilation, target: Target, room: int | None = None) -> It
             sequence = partial(prefetched, sequel, tasks, nbytes, link)
         return _Outline(least_of(sequel), early, partial(_laid_out, state, target, works.nodes, sequence))
 
-    for alternatives in _frontier(tasks, order, nbytes, kept, link, own, new, left):
+    for alternatives in _frontier(tasks, order, nbytes, kept, link, own, new, left, any_price):
         # With time for copies; or else, where none of these can be packed, in the least memory.
         yield from (outline(sequel, sequel.moves) for sequel in alternatives)
         yield from (outline(sequel, False) for sequel in alternatives if sequel.moves)
@@ -201,6 +206,7 @@ def _frontier(
     own: Mapping[int, tuple[int, int | None]],
     new: frozenset[int],
     left: Callable[[Sequel], float],
+    any_price: bool,
 ) -> Iterator[Iterable[Sequel]]:
     """Sequences that take less and less memory. With a link, none for which a cheaper one takes no more.
 
@@ -210,10 +216,13 @@ def _frontier(
     state = {value: new for value, (_, new) in own.items()}
     plain = sequels(tasks, order, nbytes, kept, state=state, new=new)
     if link is None:
-        yield plain
+        reached = list(_until_ample(plain, left)) if any_price else []
+        yield chain(reversed(reached), plain)
         return
     moving = sequels(tasks, order, nbytes, kept, link, state, new)
     moved = list(_until_ample(moving, left))
+    if any_price:
+        yield moved[-1:]
     # Without moves nothing takes less than this.
     lowest = Sequel((), (), least_peak(tasks, nbytes, kept, state, new), 0.0, ())
     computed = list(_until_ample(_cheaper(plain, lowest, moved), left)) if left(lowest) >= 0 else []

@@ -91,7 +91,9 @@ class Unfolded:
         runs = np.arange(len(places))
         times = 4 * places + np.sign(runs - self.main[places]) + 1  # before a place's own run, it, or after
         times = np.append(times, -1)  # of what no run writes or uses
-        numbers = (times[self._born].astype(np.uint64) * _MIX[0]) ^ (times[self._last].astype(np.uint64) * _MIX[1])
+        numbers = (times[self._born].astype(np.uint64) * _MIX[0]) ^ (
+            times[self._last].astype(np.uint64) * _MIX[1]
+        )
         result = np.zeros(self._first_copy, np.uint64)
         np.add.at(result, self.value_of, (numbers ^ (numbers >> np.uint64(29))) * _MIX[2])
         return result
