@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from penstock.plan.recomputing import Search
 
 _FIRST_RATE = 4.0  # times the price of the last task for a byte of its result: about what a byte may cost
-_MOST_TRIES = 256  # to add a task: what needs more is hardly ever worth it
+_MOST_TRIES = 256  # to add a task, as ways may double with each; after that, what may stay does
 _ROUNDS = 3  # in which the price for a byte settles
 
 
@@ -104,7 +104,7 @@ class Deals:
         rate = _FIRST_RATE * (search.tasks[writer].price or 0.0) / max(size, 1)
         for _ in range(_ROUNDS):
             closure = _Closure(self, there, place, rate)
-            if closure.added(writer, math.inf) == math.inf or closure.is_too_large:
+            if closure.added(writer, math.inf) == math.inf:
                 return result
             gaps = [gap for task in closure.tasks for gap in needs[task].beside if gap.value != value]
             nbytes = search.nbytes
@@ -162,11 +162,6 @@ class _Closure:
         self._tries = _MOST_TRIES
         self.tasks: dict[int, None] = {}
         self.stays: dict[int, None] = {}
-
-    @property
-    def is_too_large(self) -> bool:
-        """Whether not all ways were looked at: their number may double with each task."""
-        return self._tries < 0
 
     def added(self, number: int, most: float) -> float:
         """Add a task, with the cheapest way to have what it reads; its cost, infinite if more than `most`."""
