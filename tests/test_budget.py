@@ -139,6 +139,21 @@ def test_what_is_dear_to_compute_again_stays() -> None:
     assert result[1].peak_bytes == result[0].peak_bytes - 64 + 8
 
 
+def test_not_all_ways_to_compute_a_value_again_are_looked_at() -> None:
+    """Each value of a tower is computed of the two below it, and costs as much to keep as both of them."""
+    height = 60
+    tasks = [Task((max(at - 1, 0), max(at - 2, 0)), (at,), price=1e-12) for at in range(1, height)]
+    nbytes = [1, 1]
+    while len(nbytes) < height:
+        nbytes.append(nbytes[-1] + nbytes[-2])
+    tasks += [Task((height - 1 + at,), (height + at,)) for at in range(3)]
+    tasks.append(Task((height, height + 2), (height + 3,)))
+    nbytes += [4 * nbytes[-1]] * 3 + [1]
+    result = list(sequels(tasks, range(len(tasks)), nbytes, frozenset({0, height + 3})))
+    assert result[-1].again == (height - 1,)
+    assert result[-1].peak_bytes < result[0].peak_bytes
+
+
 def test_other_results_of_what_runs_again_are_dropped_with_it() -> None:
     """As in a block: a step makes 1 and 2, of which 3 is computed; the way back reads 3, and then 1."""
     tasks = [Task((0,), (1, 2), price=0.75), Task((2,), (3,)), Task((3,), (4,)), Task((4,), (5,))]
@@ -525,3 +540,5 @@ def test_a_plan_runs_nothing_and_is_a_table(host: Device, monkeypatch: pytest.Mo
     assert "is enough" in plan.verdict(plan.unlimited_bytes)
     assert "will do, with at most" in plan.verdict(plan.smallest_bytes)
     assert "is too little" in plan.verdict(plan.smallest_bytes - 1)
+    limits = (plan.unlimited_bytes, plan.smallest_bytes, plan.smallest_bytes - 1)
+    assert [plan.fits(limit) for limit in limits] == [True, True, False]

@@ -206,10 +206,13 @@ def test_the_largest_batch_that_fits_is_found(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("penstock.measuring.step_rates.step_rates", lambda device, dtypes: None)
     words = ("plan", "--config", "tiny.toml", "--device", "host", "--fit")
     result = penstock(*words, "batch", "--memory", "300KiB")
-    tried = re.findall(r"batch (\d+): ([\d.]+) (KiB|MiB) at the least", result.stderr)
-    fitting = [int(size) for size, least, unit in tried if unit == "KiB" and float(least) <= 300]
-    assert len(fitting) < len(tried)
+    tried = re.findall(r"batch (\d+): (fits|too large), [\d.]+ [KM]iB without a budget", result.stderr)
+    fitting = [int(size) for size, verdict in tried if verdict == "fits"]
+    assert 0 < len(fitting) < len(tried)
     assert f"the largest batch inside 300.0 KiB: {max(fitting)}\n" in result.stdout
+    for size, verdict in tried:  # what is planned for all budgets says the same
+        plan = plan_step(Config().with_file(Path("tiny.toml")).changed({"data": {"batch": int(size)}}))
+        assert (plan.smallest_bytes <= 300 * 1024) == (verdict == "fits")
     with pytest.raises(SettingError, match="--fit is batch or context, and 'width'"):
         penstock(*words, "width")
     with pytest.raises(SettingError, match="not even a context of 1 fits"):

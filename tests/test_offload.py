@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,8 +36,10 @@ from penstock.compiler.target import Budget
 from penstock.drivers.driver import Bytes, Event, Memory, Queue
 from penstock.errors import DeviceError, OutOfDeviceMemory
 from penstock.measuring import ceilings
+from penstock.plan import recomputing
+from penstock.plan.deals import Deals
 from penstock.plan.prefetching import prefetched
-from penstock.plan.recomputing import sequels
+from penstock.plan.recomputing import Search, sequels
 from penstock.plan.sequences import HOLD, IN, OUT, Link, Sequel, Task
 
 Steps = tuple[list[Task], list[int], frozenset[int]]
@@ -88,6 +92,29 @@ def test_an_early_copy_never_raises_the_peak(case: Steps, link: Link) -> None:
         assert live_bytes(early, tasks, nbytes, kept) <= sequel.peak_bytes
         without = [run for run in early.runs if run.task not in (IN, HOLD)]
         assert without == [run for run in sequel.runs if run.task != IN]  # nothing else moves
+
+
+@given(steps(), LINKS | st.none())
+def test_what_is_known_of_the_sequence_before_changes_nothing(case: Steps, link: Link | None) -> None:
+    """A sequence begins as the one before, and deals are looked for only where something has changed."""
+    tasks, nbytes, kept = case
+    first, *others = sorted(kept - {0, 1})
+    nbytes[1] = nbytes[first]  # state, and its next value
+    used = {value for task in tasks for value in task.reads}
+    state = {value: new for value, new in {0: None, 1: first}.items() if link and value in used}
+    new = frozenset(others[:1]) if link else frozenset[int]()
+    search = tasks, range(len(tasks)), nbytes, kept, link, state, new
+    unfolded = Search.unfolded
+
+    def alone(self: Search, dropped: Any, stays: Any, most: float = math.inf, before: Any = None) -> Any:
+        return unfolded(self, dropped, stays, most)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recomputing, "_NOTED", 1)
+        result = list(sequels(*search))
+        patch.setattr(Search, "unfolded", alone)
+        patch.setattr(recomputing, "Deals", lambda *arguments: Deals(*arguments[:4]))
+        assert list(sequels(*search)) == result
 
 
 def there_and_back(length: int) -> tuple[list[Task], list[int], frozenset[int]]:

@@ -61,13 +61,14 @@ def plan(
     console, progress = Console(), Console(stderr=True)
     if fit is not None:
 
-        def tried(size: int, planned: MemoryPlan) -> None:
-            least, most = format_bytes(planned.smallest_bytes), format_bytes(planned.unlimited_bytes)
-            say(progress, f"{fit} {size}: {least} at the least, {most} without a budget", style="dim")
+        def tried(size: int, planned: MemoryPlan, fits: bool) -> None:
+            most, verdict = format_bytes(planned.unlimited_bytes), "fits" if fits else "too large"
+            say(progress, f"{fit} {size}: {verdict}, {most} without a budget", style="dim")
 
-        settings = largest_fit(settings, limit, "batch" if fit == "batch" else "context", tried)
-    with phase(progress, "planning"):
-        planned = plan_step(settings)
+        settings, planned = largest_fit(settings, limit, "batch" if fit == "batch" else "context", tried)
+    else:
+        with phase(progress, "planning"):
+            planned = plan_step(settings)
     with phase(progress, f"measuring {planned.device}, once"):
         verdict = planned.verdict(limit)
     if as_json:

@@ -14,24 +14,29 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import takewhile
+from itertools import chain, takewhile
 
 from penstock.compiler.compilation import Compilation, Move
 from penstock.compiler.layout import lay_out, own_buffers, plan
 from penstock.compiler.passes import Works, fetched_in_time, turns_of, works_of
+from penstock.compiler.taking import (
+    arena_bytes,
+    bytes_beside_arenas,
+    counted_results,
+    described,
+    fresh_results,
+    host_bytes,
+    price,
+    taken_bytes,
+)
 from penstock.compiler.target import Budget, Target
-from penstock.drivers.driver import Cost
-from penstock.drivers.rates import Crossing
 from penstock.errors import OutOfDeviceMemory
 from penstock.formatting import format_bytes
 from penstock.fusion.groups import Group
 from penstock.fusion.views import base
-from penstock.graph.node import Kind, Node
-from penstock.kernels.costing import costs
-from penstock.kernels.lower import Lowering
+from penstock.graph.node import Node
 from penstock.kernels.source import ALIGNMENT
-from penstock.memory.pool import size_class
-from penstock.plan.arena import lower_bound
+from penstock.plan.arenas import least_bytes
 from penstock.plan.order import deferred, ordered
 from penstock.plan.prefetching import prefetched
 from penstock.plan.recomputing import least_peak, sequels
@@ -41,6 +46,9 @@ _SURE = 0.99  # of what is estimated to be live: no plan takes less
 # Of a budget: if so much of it is left, a search has gone on for long enough. More than gaps between packed
 # values take, so that no sequence is found below the smallest budget of a search to the end.
 _AMPLE = 1 / 8
+# Of what a sequence takes more than any can without moves: if others take less for its price, a search
+# without moves has gone on for long enough.
+_BEHIND = 3 / 4
 _SHOWN = 4  # of the largest values, in a message
 _MARGIN = 1.3  # of a copy: kernels, which are priced by usual rates, may be faster, and would wait for it
 _LEVELS = 8  # of memory, between what is needed without a budget and the least
@@ -63,6 +71,18 @@ def fit(state: Compilation, target: Target) -> Compilation:
     raise _refusal(_smallest(state, outlines, target), target)
 
 
+def fits(state: Compilation, target: Target) -> bool:
+    """Whether there is a schedule inside the budget. Less is searched for and planned than to name one."""
+    budget = target.budget
+    if budget is None or budget.held + taken_bytes(state, target) <= budget.limit:
+        return True
+    room = budget.limit - budget.held
+    return any(
+        outline.least <= room and not outline.early and _planned(outline, target, room)
+        for outline in _outlines(state, target, room, any_price=True)
+    )
+
+
 def frontier(state: Compilation, target: Target) -> list[Compilation]:
     """Planned compilations, each with less memory than the one before; the given compilation is the first."""
     outlines = list(_outlines(state, target))
@@ -82,123 +102,6 @@ def frontier(state: Compilation, target: Target) -> list[Compilation]:
 
 
 @dataclass(frozen=True)
-class Level:
-    """What a program takes under one budget."""
-
-    taken_bytes: int  # from the device, beside its inputs
-    arena_bytes: int  # the part of them that is for temporaries
-    extra_work: float  # of computing again and of waiting for copies, as a share of the work without a budget
-    recomputed: tuple[tuple[str, int], ...]  # what is, and how often, what takes longest first
-    launches: tuple[Cost, ...]  # what each computes and moves
-    copies: tuple[Crossing, ...] = ()  # to the host and from there, beside the launches
-    moved: tuple[tuple[str, int], ...] = ()  # to the host and back: what is, and how often, the largest first
-    host_bytes: int = 0  # of the host's memory, for what is moved
-
-
-def level(
-    state: Compilation, target: Target, launches: tuple[Cost, ...], copies: tuple[Crossing, ...]
-) -> Level:
-    """What a planned compilation takes."""
-    assert state.plan is not None
-    once, again = 0.0, dict[str, list[float]]()
-    for number, (group, written) in enumerate(zip(state.groups, state.lowered, strict=True)):
-        work = price(group, written, target) or 0.0
-        if number in state.again:
-            again.setdefault(_described(group), []).append(work)
-        else:
-            once += work
-    ranked = sorted(again.items(), key=lambda item: -sum(item[1]))
-    return Level(
-        taken_bytes(state, target),
-        state.plan.arena_bytes,
-        state.extra / once if once else 0.0,
-        tuple((name, len(works)) for name, works in ranked),
-        launches,
-        copies,
-        tuple(Counter(described(node) for node in _moved_nodes(state)).items()),
-        host_bytes(state),
-    )
-
-
-def _moved_nodes(state: Compilation) -> list[Node]:
-    """What is moved to the host or lies there, the largest first."""
-    assert state.layout is not None
-    moved = [state.inputs[at] for at in state.hosted_state]
-    moved += [move.value for move in state.moves if move.kind == "out" and move.hosted in state.layout.hosted]
-    return sorted(moved, key=lambda node: -node.nbytes)
-
-
-def host_bytes(state: Compilation) -> int:
-    """What a planned compilation takes of the host's memory."""
-    own = sum(state.inputs[at].nbytes for at in state.hosted_state)
-    return own + (state.host_plan.arena_bytes if state.host_plan else 0)
-
-
-def described(node: Node) -> str:
-    """A value, for people."""
-    made = f" of {node.primitive.name}" if node.primitive.kind is not Kind.LEAF else ", kept between steps"
-    return f"{node.dtype}{list(node.shape)}{made}"
-
-
-def _described(group: Group) -> str:
-    """What a group computes, for people."""
-    named = [node.primitive.name for node in group.nodes if not node.primitive.is_free]
-    largest = max(group.outputs, key=lambda node: node.nbytes)
-    first = " ".join(list(dict.fromkeys(named))[:_SHOWN]) or "copy"
-    return f"{first} {largest.dtype}{list(largest.shape)}"
-
-
-def taken_bytes(state: Compilation, target: Target) -> int:
-    """The device memory of a run: arenas, and results that overwrite no input.
-
-    Less what inputs do not take that lie at the host.
-    """
-    return _arena_bytes(state) + _bytes_beside_arenas(state, target)
-
-
-def _arena_bytes(state: Compilation) -> int:
-    assert state.plan is not None
-    return sum(size_class(max(arena.arena_bytes, 1)) for arena in state.plan.plans)
-
-
-def _bytes_beside_arenas(state: Compilation, target: Target) -> int:
-    freed = target.budget.freed(state.hosted_state) if target.budget else 0
-    return sum(_counted_results(state, target).values()) - freed
-
-
-def _counted_results(state: Compilation, target: Target) -> dict[Node, int]:
-    """What results take, with those of the last call."""
-    budget = target.budget or Budget(0)
-    once = {base(state.wanted[at]) for at in budget.state_results}
-    return {
-        node: size_class(node.nbytes) * (1 if node in once else budget.results)
-        for node in _fresh_results(state)
-    }
-
-
-def result_bytes(state: Compilation) -> int:
-    """What results take that take over no input."""
-    return sum(size_class(node.nbytes) for node in _fresh_results(state))
-
-
-def _fresh_results(state: Compilation) -> list[Node]:
-    """Results that get memory of their own on the device."""
-    layout = state.layout
-    assert layout is not None
-    written = {at: layout.buffers[base(state.wanted[at])] for at in state.aliases}
-    over = {written[at] for at, given in state.aliases.items() if layout.may_alias(written[at], 1 + given)}
-    over |= {layout.buffers[move.hosted] for move in state.moves if move.hosted in layout.buffers}
-    return [node for node in layout.outputs if layout.buffers[node] not in over]
-
-
-def price(group: Group, written: Lowering | None, target: Target) -> float | None:
-    """About how long a group takes; None: it may not run twice."""
-    if written is None or any(node.primitive.kind is Kind.OPAQUE for node in group.nodes):
-        return None  # NumPy waits for the device, and nothing is known of a user's own kernel
-    return sum(map(target.rates.launch_seconds, costs(group, written)))
-
-
-@dataclass(frozen=True)
 class _Outline:
     """A way to run the groups before it is planned."""
 
@@ -207,8 +110,13 @@ class _Outline:
     laid_out: Callable[[], Compilation]
 
 
-def _outlines(state: Compilation, target: Target, room: int | None = None) -> Iterator[_Outline]:
-    """Ways to run the groups; first those to which a search comes until it has `room`, and some more."""
+def _outlines(
+    state: Compilation, target: Target, room: int | None = None, any_price: bool = False
+) -> Iterator[_Outline]:
+    """Ways to run the groups; first those to which a search comes until it has `room`, and some more.
+
+    At `any_price`, not the cheapest of these is the first, but that with the least memory.
+    """
     works = works_of(state)
     fixed = set(own_buffers(state))
     kept = works.kept | {number for number, node in enumerate(works.nodes) if node in fixed}
@@ -221,7 +129,7 @@ def _outlines(state: Compilation, target: Target, room: int | None = None) -> It
         )
         for step, group, written in zip(works.steps, state.groups, state.lowered, strict=True)
     ]
-    results = _counted_results(state, target)
+    results = counted_results(state, target)
     order = deferred(ordered(works.steps, works.nbytes, works.kept), works.steps, works.nbytes, works.kept)
     # NumPy on the host waits for the device, and with it for all copies.
     cost = None if None in state.lowered else target.link_cost()
@@ -247,7 +155,7 @@ def _outlines(state: Compilation, target: Target, room: int | None = None) -> It
             sequence = partial(prefetched, sequel, tasks, nbytes, link)
         return _Outline(least_of(sequel), early, partial(_laid_out, state, target, works.nodes, sequence))
 
-    for alternatives in _frontier(tasks, order, nbytes, kept, link, own, new, left):
+    for alternatives in _frontier(tasks, order, nbytes, kept, link, own, new, left, any_price):
         # With time for copies; or else, where none of these can be packed, in the least memory.
         yield from (outline(sequel, sequel.moves) for sequel in alternatives)
         yield from (outline(sequel, False) for sequel in alternatives if sequel.moves)
@@ -282,7 +190,7 @@ def _new_state(state: Compilation, target: Target, works: Works, fixed: Collecti
     number = {node: at for at, node in enumerate(works.nodes)}
     wanted = Counter(base(node) for node in state.wanted)
     computed = {node for group in state.groups for node in group.outputs}
-    fresh = set(_fresh_results(state)) & computed
+    fresh = set(fresh_results(state)) & computed
     results = [base(state.wanted[at]) for at in target.budget.state_results] if target.budget else []
     return frozenset(
         number[node] for node in results if node in fresh and wanted[node] == 1 and node not in fixed
@@ -298,6 +206,7 @@ def _frontier(
     own: Mapping[int, tuple[int, int | None]],
     new: frozenset[int],
     left: Callable[[Sequel], float],
+    any_price: bool,
 ) -> Iterator[Iterable[Sequel]]:
     """Sequences that take less and less memory. With a link, none for which a cheaper one takes no more.
 
@@ -307,11 +216,14 @@ def _frontier(
     state = {value: new for value, (_, new) in own.items()}
     plain = sequels(tasks, order, nbytes, kept, state=state, new=new)
     if link is None:
-        yield plain
+        reached = list(_until_ample(plain, left)) if any_price else []
+        yield chain(reversed(reached), plain)
         return
     moving = sequels(tasks, order, nbytes, kept, link, state, new)
     moved = list(_until_ample(moving, left))
-    # Without moves nothing takes less than this, and what follows is hardly ever cheaper.
+    if any_price:
+        yield moved[-1:]
+    # Without moves nothing takes less than this.
     lowest = Sequel((), (), least_peak(tasks, nbytes, kept, state, new), 0.0, ())
     computed = list(_until_ample(_cheaper(plain, lowest, moved), left)) if left(lowest) >= 0 else []
     first = _cheapest([*computed, *moved])
@@ -329,10 +241,14 @@ def _until_ample(search: Iterable[Sequel], left: Callable[[Sequel], float]) -> I
             return
 
 
-def _cheaper(search: Iterable[Sequel], lowest: Sequel, others: Iterable[Sequel]) -> Iterator[Sequel]:
-    """The sequences of a search until another is cheaper that takes less than any of the search can."""
-    most = min((other.price for other in others if other.peak_bytes <= lowest.peak_bytes), default=math.inf)
-    return takewhile(lambda sequel: sequel.price <= most, search)
+def _cheaper(search: Iterable[Sequel], lowest: Sequel, others: Sequence[Sequel]) -> Iterator[Sequel]:
+    """The sequences of a search until others leave it so far behind that it hardly ever comes up again."""
+
+    def is_near(sequel: Sequel) -> bool:
+        least = min((other.peak_bytes for other in others if other.price <= sequel.price), default=math.inf)
+        return least - lowest.peak_bytes > _BEHIND * (sequel.peak_bytes - lowest.peak_bytes)
+
+    return takewhile(is_near, search)
 
 
 def _cheapest(sequels: Sequence[Sequel]) -> list[Sequel]:
@@ -430,17 +346,17 @@ def _planned(outline: _Outline, target: Target, most: int) -> Compilation | None
     """The plan of an outline; None if it takes more than so many bytes, as its lower bound mostly tells."""
     laid_out = outline.laid_out()
     assert laid_out.layout is not None
-    room = most - _bytes_beside_arenas(laid_out, target)
-    if lower_bound(laid_out.layout.lifetimes, ALIGNMENT) > room:
+    room = most - bytes_beside_arenas(laid_out, target)
+    if least_bytes(laid_out.layout.lifetimes, ALIGNMENT, target.capabilities.max_arena_bytes) > room:
         return None
     planned = plan(laid_out, target)
-    return planned if _arena_bytes(planned) <= room else None
+    return planned if arena_bytes(planned) <= room else None
 
 
 def _refusal(smallest: Compilation, target: Target) -> OutOfDeviceMemory:
     budget = target.budget
     assert budget is not None
-    taken, results = taken_bytes(smallest, target), sum(_counted_results(smallest, target).values())
+    taken, results = taken_bytes(smallest, target), sum(counted_results(smallest, target).values())
     needed = budget.held + taken
     freed = budget.freed(smallest.hosted_state)
     parts = [

@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import replace
 from typing import Literal
 
-from penstock.compiler.budget import described, result_bytes
 from penstock.compiler.compilation import Compilation
 from penstock.compiler.schedule import BufferSpec, Copy, Location, Schedule, Step
+from penstock.compiler.taking import described, result_bytes
 from penstock.compiler.target import Target
 from penstock.fusion.groups import Group
 from penstock.fusion.views import base
@@ -164,7 +164,9 @@ def _reduces(group: Group) -> bool:
 def _partials(group: Group) -> Partials | None:
     """The partial results that a group reduces, if it reads nothing else that is larger than its results."""
     reductions = [node for node in group.nodes if node.primitive.kind is Kind.REDUCTION]
-    results = max((node.size for node in reductions), default=0)
+    if not reductions:
+        return None
+    results = max(node.size for node in reductions)
     large = {node for node in group.inputs if base(node).size > results}
     users = [node for node in group.nodes if not large.isdisjoint(node.inputs)]
     known = {(node.inputs[0].shape, node.attributes.get("axes"), node.size) for node in users}

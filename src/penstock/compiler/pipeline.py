@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
 from penstock.compiler.apart import check_apart, keep_apart
-from penstock.compiler.budget import Level, fit, frontier, level
+from penstock.compiler.budget import fit, fits, frontier
 from penstock.compiler.compilation import Compilation
 from penstock.compiler.emit import emit
 from penstock.compiler.launches import timeline
@@ -23,7 +24,8 @@ from penstock.compiler.passes import (
     split_long,
 )
 from penstock.compiler.schedule import Schedule
-from penstock.compiler.target import Target
+from penstock.compiler.taking import Level, Levels, level
+from penstock.compiler.target import Budget, Target
 from penstock.graph.node import Node, placeholder
 from penstock.graph.reference import Constant
 from penstock.graph.simplify import simplify
@@ -110,11 +112,8 @@ def budget_levels(
     constants: Mapping[Constant, int],
     target: Target,
     aliases: Mapping[int, int] | None = None,
-) -> tuple[Level, Callable[[], list[Level]]]:
-    """What the same graph takes without a budget, and what plans it for budgets down to the smallest.
-
-    See `compile_graph`.
-    """
+) -> Levels:
+    """What the same graph takes under budgets down to the smallest; see `compile_graph`."""
     state = Compilation(wanted, inputs, constants, aliases or {})
     for transform in TARGET_PASSES[: TARGET_PASSES.index(fit)]:
         state = transform(state, target)
@@ -128,4 +127,9 @@ def budget_levels(
     def less() -> list[Level]:
         return [level_of(planned) for planned in frontier(state, target)[1:]]
 
-    return level_of(state), less
+    @_without_collector
+    def fits_into(nbytes: int) -> bool:
+        budget = replace(target.budget or Budget(0), limit=nbytes)
+        return fits(state, replace(target, budget=budget))
+
+    return Levels(level_of(state), less, fits_into)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
-from penstock.compiler.budget import Level
+from penstock.compiler.taking import Level, Levels
 from penstock.drivers.driver import Cost
 from penstock.drivers.rates import Crossing, StepRates
 from penstock.execution import rates
@@ -64,28 +64,25 @@ class MemoryPlan:
 
     device: str
     held_bytes: int  # by what is there before the program runs, with its inputs
-    _first: Level = field(repr=False)  # without a budget
-    _less: Callable[[], Sequence[Level]] = field(repr=False)  # with less memory: planned when asked for
+    _levels: Levels = field(repr=False)  # without a budget, and with less memory: planned when asked for
     _idle: int = field(repr=False)  # bytes of `held` that go to the host where all levels take too much
     _planned_for: Device = field(repr=False)
 
     @classmethod
-    def of(
-        cls, device: Device, held: int, levels: tuple[Level, Callable[[], Sequence[Level]]], idle: int = 0
-    ) -> MemoryPlan:
+    def of(cls, device: Device, held: int, levels: Levels, idle: int = 0) -> MemoryPlan:
         """From what the compiler says of each level; see `budget_levels`."""
-        return cls(device.name, held, *levels, idle, device)
+        return cls(device.name, held, levels, idle, device)
 
     @cached_property
     def unlimited(self) -> PlannedBudget:
         """What is taken without a budget. It is known without a plan for others."""
-        return _planned(self.held_bytes, self._first)
+        return _planned(self.held_bytes, self._levels.first)
 
     @cached_property
     def budgets(self) -> tuple[PlannedBudget, ...]:
         """The budgets, the largest first; planned when they are first asked for."""
         held, idle = self.held_bytes, self._idle
-        levels = [self._first, *self._less()]
+        levels = [self._levels.first, *self._levels.less()]
         least = held + levels[-1].taken_bytes
         budgets = [self.unlimited, *(_planned(held, level) for level in levels[1:])]
         budgets += [
@@ -108,6 +105,10 @@ class MemoryPlan:
     def smallest_bytes(self) -> int:
         """The smallest budget that would do."""
         return self.budgets[-1].budget_bytes
+
+    def fits(self, limit_bytes: int) -> bool:
+        """Whether a budget will do: sooner known than `smallest_bytes`."""
+        return self._levels.fits(limit_bytes + self._idle)
 
     @cached_property
     def _rates(self) -> StepRates | None:

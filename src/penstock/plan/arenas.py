@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from penstock.plan.arena import Plan, Value, plan
+from penstock.plan.arena import Plan, Value, lower_bound, plan
 
 _FULL = (0.95, 0.9, 0.8, 0.6)  # shares of an arena that live values may take, since a plan needs some more
 
@@ -31,10 +31,12 @@ def plan_arenas(values: Sequence[Value], alignment: int, most: int, largest: int
 
     Raises ValueError where a value has more than `largest` bytes, by default `most`.
     """
-    whole = plan(values, alignment)
-    if whole.arena_bytes <= most:
-        return ArenaPlan(**vars(whole), arena_of=(0,) * len(values), plans=(whole,))
     sizes = [-(-value.nbytes // alignment) * alignment for value in values]
+    least = lower_bound(values, alignment) if sum(sizes) > most else 0
+    if least <= most:
+        whole = plan(values, alignment)
+        if whole.arena_bytes <= most:
+            return ArenaPlan(**vars(whole), arena_of=(0,) * len(values), plans=(whole,))
     if max(sizes) > most and max(value.nbytes for value in values) > (largest or 0):
         raise ValueError(f"a value has {max(sizes)} bytes, and an arena may have {largest or most}")
     small = [at for at, size in enumerate(sizes) if size <= most]
@@ -52,16 +54,34 @@ def plan_arenas(values: Sequence[Value], alignment: int, most: int, largest: int
         nbytes = max(values[at].nbytes for at in sharing)
         plans.append(Plan((0,) * len(sharing), nbytes, nbytes))
     total = sum(arena.arena_bytes for arena in plans)
-    return ArenaPlan(tuple(offsets), total, whole.lower_bound, tuple(arena_of), tuple(plans))
+    return ArenaPlan(tuple(offsets), total, least, tuple(arena_of), tuple(plans))
+
+
+def least_bytes(values: Sequence[Value], alignment: int, most: int) -> int:
+    """Bytes below which arenas of at most `most` bytes are not worth a plan."""
+    least = lower_bound(values, alignment)
+    if least <= most or max(value.nbytes for value in values) > most:
+        return least
+    arena_of = _split(values, alignment, max(int(most * _FULL[0]), _largest(values, alignment)))
+    arenas = ([at for at, arena in enumerate(arena_of) if arena == number] for number in {*arena_of})
+    return sum(lower_bound(_renumbered(values, some), alignment) for some in arenas)
+
+
+def _largest(values: Sequence[Value], alignment: int) -> int:
+    return max(-(-value.nbytes // alignment) * alignment for value in values)
 
 
 def _plan_small(values: Sequence[Value], alignment: int, most: int) -> tuple[list[int], list[Plan]]:
     """The arena of each value, and the plans of the arenas; no value is larger than an arena."""
-    largest = max(-(-value.nbytes // alignment) * alignment for value in values)
+    largest = _largest(values, alignment)
     for share in _FULL:
         arena_of = _split(values, alignment, max(int(most * share), largest))
-        plans = [_plan(values, arena_of, arena, alignment) for arena in range(max(arena_of) + 1)]
-        if all(arena.arena_bytes <= most for arena in plans):
+        plans: list[Plan] = []
+        for arena in range(max(arena_of) + 1):
+            plans.append(_plan(values, arena_of, arena, alignment))
+            if plans[-1].arena_bytes > most:
+                break
+        else:
             return arena_of, plans
     arena_of = list(range(len(values)))  # an arena for each value
     return arena_of, [_plan(values, arena_of, arena, alignment) for arena in arena_of]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from penstock.plan.recomputing import Search
 
 _FIRST_RATE = 4.0  # times the price of the last task for a byte of its result: about what a byte may cost
+_MOST_TRIES = 256  # to add a task, as ways may double with each; after that, what may stay does
 _ROUNDS = 3  # in which the price for a byte settles
 
 
@@ -32,36 +33,83 @@ class Deal(NamedTuple):
     also: tuple[Gap, ...] = ()  # other results that go with it
 
 
+class _Needs(NamedTuple):
+    """What it takes to run a task again at a place, whatever a byte costs."""
+
+    price: float | None  # of the task
+    beside: tuple[Gap, ...]  # its results that may be dropped until then, or longer
+    freed: int  # bytes of these
+    missing: tuple[tuple[int, int, int | None], ...]  # values, what writes them, bytes of those that may stay
+
+
+class _Place(NamedTuple):
+    """What is known of a place."""
+
+    needs: dict[int, _Needs]  # by task
+    values: set[int]  # all that these tasks read and write
+    deals: dict[int, Deal | None]  # by value
+
+
 class Deals:
     """The deals for what is idle where the most is live."""
 
     def __init__(
-        self, search: Search, best: Unfolded, dropped: Mapping[Gap, Drop], idle: Mapping[int, Gap]
+        self,
+        search: Search,
+        best: Unfolded,
+        dropped: Mapping[Gap, Drop],
+        idle: Mapping[int, Gap],
+        before: Deals | None = None,
     ) -> None:
-        """`idle`: what may be dropped there."""
+        """`idle`: what may be dropped there. `before`: the deals for a sequence in which less was dropped."""
         self._search, self._best, self._dropped, self._idle = search, best, dropped, idle
         self._at = int(best.load.argmax())
-        self._beside: dict[tuple[int, int], list[Gap]] = {}
-        self._there: dict[tuple[int, int], bool] = {}
+        self._over = search.accesses.last_use < best.places[self._at]  # values that are used only before
+        self._places: dict[int, _Place] = {}
+        if before is not None:
+            changed = self._changed(before)
+            self._places = {place: self._kept(there, changed) for place, there in before._places.items()}
+
+    def _kept(self, there: _Place, changed: set[int]) -> _Place:
+        """What is still true of a place."""
+        if changed.isdisjoint(there.values):
+            return there
+        made = self._search.made
+        needs = {task: needs for task, needs in there.needs.items() if changed.isdisjoint(made[task])}
+        return _Place(needs, set().union(*(made[task] for task in needs)), {})
+
+    def _changed(self, before: Deals) -> set[int]:
+        """The values of which something is not as it was before that deals depend on."""
+        different = (self._best.lives != before._best.lives) | (self._over != before._over)
+        dropped = self._dropped.items() - before._dropped.items()
+        idle = self._idle.items() ^ before._idle.items()
+        return {*different.nonzero()[0].tolist(), *(gap.value for gap, _ in dropped), *(v for v, _ in idle)}
 
     def of(self, value: int, place: int) -> Deal | None:
         """The best deal for a value that is needed again at a place; None: it would free nothing."""
         search, best = self._search, self._best
         writer, size = search.writer[value], search.nbytes[value]
-        end = best.main[place]
         runs = best.again.get(writer, ())
-        if bisect_right(runs, end) > bisect_right(runs, self._at):
+        if bisect_right(runs, best.main[place]) > bisect_right(runs, self._at):
             return Deal(0.0, size)  # it is computed on the way
+        there = self._places.setdefault(place, _Place({}, set(), {}))
+        if value not in there.deals:
+            there.deals[value] = self._best_deal(value, place, there)
+        return there.deals[value]
+
+    def _best_deal(self, value: int, place: int, there: _Place) -> Deal | None:
+        search, needs = self._search, there.needs
+        writer, size = search.writer[value], search.nbytes[value]
         result: Deal | None = None
         rate = _FIRST_RATE * (search.tasks[writer].price or 0.0) / max(size, 1)
         for _ in range(_ROUNDS):
-            closure = _Closure(self, place, end, rate)
+            closure = _Closure(self, there, place, rate)
             if closure.added(writer, math.inf) == math.inf:
                 return result
-            gaps = [gap for task in closure.tasks for gap in self.beside(task, place) if gap.value != value]
+            gaps = [gap for task in closure.tasks for gap in needs[task].beside if gap.value != value]
             nbytes = search.nbytes
             freed = size + sum(nbytes[gap.value] for gap in gaps) - sum(nbytes[v] for v in closure.stays)
-            price = sum(search.tasks[task].price or 0.0 for task in closure.tasks)
+            price = sum(needs[task].price or 0.0 for task in closure.tasks)
             if freed > 0 and (result is None or price * result.freed < result.price * freed):
                 result = Deal(price, freed, frozenset(closure.stays), tuple(gaps))
                 rate = price / freed
@@ -71,31 +119,34 @@ class Deals:
                 rate *= _FIRST_RATE
         return result
 
-    def beside(self, task: int, place: int) -> list[Gap]:
-        """The results of a task that may be dropped until a place, or longer."""
-        if (gaps := self._beside.get((task, place))) is None:
-            idle = [self._idle[value] for value in self._search.tasks[task].writes if value in self._idle]
-            gaps = [gap for gap in idle if self._search.next_use(gap) >= place]
-            self._beside[task, place] = gaps
-        return gaps
+    def needs(self, task: int, place: int) -> _Needs:
+        """What it takes to run a task again at a place."""
+        search = self._search
+        self._places[place].values.update(search.made[task])
+        idle = [self._idle[value] for value in search.tasks[task].writes if value in self._idle]
+        beside = tuple([gap for gap in idle if search.next_use(gap) >= place])
+        missing = tuple(
+            [
+                (value, search.writer[value], search.nbytes[value] if self._may_stay(value) else None)
+                for value in search.made_reads[task]
+                if not self._is_there(value, place)
+            ]
+        )
+        freed = sum(search.nbytes[gap.value] for gap in beside)
+        return _Needs(search.tasks[task].price, beside, freed, missing)
 
-    def may_stay(self, value: int) -> bool:
+    def _may_stay(self, value: int) -> bool:
         """Whether a value can stay beyond its last use."""
         last = self._search.last_gap(value)
         return last not in self._dropped and self._search.uses[value][-1] < self._best.places[self._at]
 
-    def is_there(self, value: int, place: int, end: int) -> bool:
+    def _is_there(self, value: int, place: int) -> bool:
         """Whether a value needs nothing at a place, or is computed again after it anyway, only too late.
 
         If its task has other results, these may be what it is computed again for, and gone by then.
         """
-        if (there := self._there.get((value, place))) is None:
-            there = self._there[value, place] = self._is_there(value, place, end)
-        return there
-
-    def _is_there(self, value: int, place: int, end: int) -> bool:
         search = self._search
-        if not search.temporary[value] or self._best.is_live(value, end):
+        if self._best.is_live(value, self._best.main[place]):
             return True
         use = bisect_right(search.uses[value], place) - 1
         how = self._dropped.get(Gap(value, use))
@@ -105,35 +156,36 @@ class Deals:
 class _Closure:
     """Tasks that run again together, and what stays for them, at a price for a byte."""
 
-    def __init__(self, deals: Deals, place: int, end: int, rate: float) -> None:
-        self._deals, self._place, self._end, self._rate = deals, place, end, rate
+    def __init__(self, deals: Deals, there: _Place, place: int, rate: float) -> None:
+        """`there`: what is known of the place."""
+        self._deals, self._needs, self._place, self._rate = deals, there.needs, place, rate
+        self._tries = _MOST_TRIES
         self.tasks: dict[int, None] = {}
         self.stays: dict[int, None] = {}
 
     def added(self, number: int, most: float) -> float:
         """Add a task, with the cheapest way to have what it reads; its cost, infinite if more than `most`."""
-        search = self._deals._search
-        task = search.tasks[number]
-        if task.price is None:
+        needs = self._needs.get(number)
+        if needs is None:
+            needs = self._needs[number] = self._deals.needs(number, self._place)
+        self._tries -= 1
+        if needs.price is None or self._tries < 0:
             return math.inf
-        beside = self._deals.beside(number, self._place)
-        total = task.price - self._rate * sum(search.nbytes[gap.value] for gap in beside)
-        self.tasks[number] = None
-        for value in task.reads:
+        rate, tasks, stays = self._rate, self.tasks, self.stays
+        total = needs.price - rate * needs.freed
+        tasks[number] = None
+        for value, writer, size in needs.missing:
             if total > most:
                 return math.inf
-            if value in self.stays or self._deals.is_there(value, self._place, self._end):
+            if writer in tasks or value in stays:
                 continue
-            writer = search.writer[value]
-            if writer in self.tasks:
-                continue
-            keep = self._rate * search.nbytes[value] if self._deals.may_stay(value) else math.inf
-            tasks, stays = len(self.tasks), len(self.stays)
+            keep = math.inf if size is None else rate * size
+            task_count, stay_count = len(tasks), len(stays)
             again = self.added(writer, min(keep, most - total))
             if keep < again:
-                _cut(self.tasks, tasks)
-                _cut(self.stays, stays)
-                self.stays[value] = None
+                _cut(tasks, task_count)
+                _cut(stays, stay_count)
+                stays[value] = None
             total += min(keep, again)
         return total if total <= most else math.inf
 

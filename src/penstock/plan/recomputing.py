@@ -27,6 +27,7 @@ _STEP = 1 / 40  # of the first peak: about how much a sequence frees over the on
 _LEAST = 1 / 1024  # of the first peak without state: smaller values are not worth a run
 _MOST_TRIES = 1000
 _MOST_REPEATS = 2  # for each step, on average
+_NOTED = 32  # places: after so many at which something is done, the next sequence may begin
 _DEAR = 1.25  # times the price that was expected: what costs more is tried after others
 
 
@@ -87,7 +88,8 @@ def sequels(
             most = best.price + _DEAR * sum(map(tried.price, chosen))
             trial, key = None, (frozenset(drops.items()), trial_stays)
             if key not in useless:  # what a single choice costs has to be known
-                trial = search.unfolded(trial_drops, trial_stays, most if len(chosen) > 1 else math.inf)
+                limit = most if len(chosen) > 1 else math.inf
+                trial = search.unfolded(trial_drops, trial_stays, limit, best)
             improves = trial is not None and trial.improves(best)
             if trial is not None and improves and trial.price <= most:
                 best, dropped, stays = trial, trial_drops, trial_stays
@@ -197,7 +199,10 @@ class Search:
             for task in tasks
         ]
         self.least = 1  # bytes of what may be dropped
+        self._deals: Deals | None = None  # the last
         self.temporary = [value not in kept and value in self.writer for value in range(len(nbytes))]
+        self.made_reads = [[value for value in task.reads if self.temporary[value]] for task in tasks]
+        self.made = [(*reads, *task.writes) for reads, task in zip(self.made_reads, tasks, strict=True)]
         # The places after which temporaries are gone, and what is by place.
         self.end = [len(order)] * len(nbytes)
         self._ends: list[list[int]] = [[] for _ in order]
@@ -213,18 +218,29 @@ class Search:
     # Sequences
 
     def unfolded(
-        self, dropped: dict[Gap, Drop], stays: frozenset[int], most: float = math.inf
+        self,
+        dropped: dict[Gap, Drop],
+        stays: frozenset[int],
+        most: float = math.inf,
+        before: Unfolded | None = None,
     ) -> Unfolded | None:
         """The order with what was dropped brought back.
 
-        None where something may not run twice, or where what does alone costs more than `most`.
+        None where something may not run twice, or where what does alone costs more than `most`. `before`: a
+        sequence in which less was dropped, whose beginning may be the same.
         """
         new = frozenset(value for value in self.new if self.last_gap(value) in dropped)
-        state = Unfolding(self, frozenset(gap.value for gap in dropped if gap.use < 0), new, stays)
+        state = Unfolding(self, dropped, new, stays)
+        done = self._resumed(state, before.unfolding) if before else 0
         leaving = self._leaving(dropped)
         current = state.current
-        for place in self._places(dropped):
-            state.run_until(place)
+        for number, place in enumerate(self._places(dropped)):
+            if place < done:
+                continue
+            if number % _NOTED:
+                state.run_until(place)
+            else:
+                state.note(place)
             task = self.tasks[self.order[place]]
             made: list[int] = []
             for value in task.reads:
@@ -251,6 +267,31 @@ class Search:
                     current[value] = -1
         state.run_until(len(self.order))
         return Unfolded(self, state)
+
+    def _resumed(self, state: Unfolding, before: Unfolding) -> int:
+        """Begin as a sequence in which less was dropped; the place from which on it is to be unfolded."""
+        until, gone = len(self.order), dict[int, int]()
+        for gap, how in state.dropped.items():
+            if before.dropped.get(gap) is not how:
+                place = self.uses[gap.value][gap.use] if gap.use >= 0 else -1
+                gone[gap.value] = min(place, gone.get(gap.value, place))
+                sent = how is Drop.MOVE and gap.use >= 0
+                until = min(until, place if sent else self._next_touch(gap.value, place, before))
+        moved = {gap.value for gap in before.dropped}
+        for value in state.stays - before.stays:
+            end = self.end[value]
+            until = min(until, end if value in moved else self._next_touch(value, end, before))
+        return state.resume(before, until, gone)
+
+    def _next_touch(self, value: int, place: int, unfolding: Unfolding) -> int:
+        """The place after another at which a value is next read, or its task runs again."""
+        uses = self.uses[value]
+        result = uses[next_use] if (next_use := bisect_right(uses, place)) < len(uses) else len(self.order)
+        for use in uses:
+            runs = unfolding.again.get(self.order[use], ())
+            after = (unfolding.places[at] for at in runs)
+            result = min(result, next((again for again in after if again > place), result))
+        return result
 
     def price(self, unfolded: Unfolded) -> float:
         """How much longer a sequence takes than the order."""
@@ -321,7 +362,8 @@ class Search:
         copies = self._traffic(dropped, place) if self._moves else None
         gaps = self._idle_gaps(best, at, touched)
         again = {value: gap for value, gap in gaps.items() if gap not in dropped and self._price(value)}
-        deals, reads = Deals(self, best, dropped, again), best.reads_after(at)
+        deals = self._deals = Deals(self, best, dropped, again, self._deals)
+        reads = best.reads_after(at)
         result: list[_Choice] = []
         for value, gap in gaps.items():
             how = dropped.get(gap)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.plan.sequences import IN, OUT, Run, Sequel, Task
+from penstock.plan.sequences import IN, OUT, Drop, Gap, Run, Sequel, Task
 
 if TYPE_CHECKING:
     from penstock.plan.recomputing import Search
 
 Ints = npt.NDArray[np.int64]
+
+# Odd numbers by which others are multiplied, so that sums of several tell them apart.
+_MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93], np.uint64)
 
 
 class Accesses:
@@ -30,6 +33,9 @@ class Accesses:
         self.written_at, self.written = np.array(writes, np.int64).reshape(-1, 2).T
         self.size = np.array(nbytes, np.int64)
         self.temporary = np.array(temporary, bool)
+        self.last_use = np.full(len(nbytes), -1, np.int64)  # by value, the last place at which it is used
+        np.maximum.at(self.last_use, self.read, self.read_at)
+        np.maximum.at(self.last_use, self.written, self.written_at)
         self.scratch = np.array([tasks[number].scratch for number in order], np.int64)
         # By task, its results that may overwrite what it reads: number, bytes, and which reads are as large.
         self.over = [
@@ -56,7 +62,7 @@ class Unfolded:
         self.again = unfolding.again  # tasks that run again, and where
         # The runs of the order itself, by position, after those for what they read.
         self.main = np.array(unfolding.main, np.int64)
-        self._search = search
+        self._search, self.unfolding = search, unfolding
         self._first_copy = len(search.nbytes)
         self._born, self._last = self._lifetimes(unfolding)
         self._counted = self._counts()
@@ -76,6 +82,20 @@ class Unfolded:
         for number in range(self._first_copy, len(self.value_of)):
             if self.born[number] >= 0:
                 result.setdefault(self.value_of[number], []).append(number)
+        return result
+
+    @cached_property
+    def lives(self) -> npt.NDArray[np.uint64]:
+        """By value, a number that tells from when to when it is on the device, between which places."""
+        places = np.array(self.places, np.int64)
+        runs = np.arange(len(places))
+        times = 4 * places + np.sign(runs - self.main[places]) + 1  # before a place's own run, it, or after
+        times = np.append(times, -1)  # of what no run writes or uses
+        numbers = (times[self._born].astype(np.uint64) * _MIX[0]) ^ (
+            times[self._last].astype(np.uint64) * _MIX[1]
+        )
+        result = np.zeros(self._first_copy, np.uint64)
+        np.add.at(result, self.value_of, (numbers ^ (numbers >> np.uint64(29))) * _MIX[2])
         return result
 
     def _lifetimes(self, unfolding: Unfolding) -> tuple[Ints, Ints]:
@@ -195,20 +215,34 @@ class Unfolded:
         )
 
 
+class _Checkpoint(NamedTuple):
+    """How far a sequence was before a place: lengths of its lists, and where values were."""
+
+    place: int
+    runs: int
+    copies: int
+    changed: int
+    read: int
+    repeats: int
+    work: float
+    late: frozenset[int]
+    current: dict[int, int]
+    hosted: dict[int, int]
+
+
 class Unfolding:
     """Builds a sequence: the runs so far, and where values are."""
 
     def __init__(
-        self, search: Search, state: frozenset[int], new: frozenset[int], stays: frozenset[int]
+        self, search: Search, dropped: Mapping[Gap, Drop], new: frozenset[int], stays: frozenset[int]
     ) -> None:
-        """`state`: what the host has at the start. The number of such a value is that which is there.
+        """`new`: results that the host has in the end, beside the next values of state that it has.
 
-        `new`: results that it has in the end, beside the next values of these. `stays`: values that are not
-        gone after their last use.
+        `stays`: values that are not gone after their last use.
         """
-        self._search = search
-        self._stays = stays
-        self.state = state
+        self._search, self.dropped, self.stays = search, dropped, stays
+        # What the host has at the start. The number of such a value is that which is there.
+        self.state = state = frozenset(gap.value for gap in dropped if gap.use < 0)
         self.results = new.union(result for value in state if (result := search.state[value]) is not None)
         # Values that are not where they were written first, with the indices of their copies, or -1.
         self.current = dict.fromkeys(state, -1)
@@ -228,13 +262,60 @@ class Unfolding:
         self.repeats = 0
         self.work = 0.0  # of these
         self.late: set[int] = set()  # inputs that are read after a result could have overwritten them
+        self._checkpoints: list[_Checkpoint] = []
+
+    def note(self, place: int) -> None:
+        """Note how far it is before a place, for sequences that are the same until then."""
+        self.run_until(place)
+        self._checkpoints.append(
+            _Checkpoint(
+                place,
+                len(self.runs),
+                len(self.born),
+                len(self.changed),
+                len(self.read),
+                self.repeats,
+                self.work,
+                frozenset(self.late),
+                self.current.copy(),
+                self.hosted.copy(),
+            )
+        )
+
+    def resume(self, other: Unfolding, until: int, gone: Mapping[int, int]) -> int:
+        """Begin as another sequence, of which nothing changes until a place; returns a place before that.
+
+        `gone`: values that are not on the device after a place any more.
+        """
+        for last in other._checkpoints:
+            if last.place > until:
+                break
+            current = last.current | {value: -1 for value, place in gone.items() if place < last.place}
+            hosted = {value: value for value in self.state} | last.hosted
+            self._checkpoints.append(last._replace(current=current, hosted=hosted))
+        if not self._checkpoints:
+            return 0
+        last = self._checkpoints[-1]
+        self.current, self.hosted = last.current.copy(), last.hosted.copy()
+        self.runs, self.places = other.runs[: last.runs], other.places[: last.runs]
+        self.main[: last.place] = other.main[: last.place]
+        self.changed = other.changed[: last.changed]
+        self.read, self.read_at = other.read[: last.read], other.read_at[: last.read]
+        self.born = other.born[: last.copies]
+        self.value_of += other.value_of[len(self.value_of) :][: last.copies]
+        for task, runs in other.again.items():
+            if runs[0] < last.runs:
+                self.again[task] = runs[: bisect_left(runs, last.runs)]
+        self.repeats, self.work, self.late = last.repeats, last.work, set(last.late)
+        self._done = last.place
+        return last.place
 
     def is_gone(self, value: int, place: int) -> bool:
         """Whether a value that was there is not on the device at a place."""
         number = self.current.get(value)
         if number is not None:
             return number < 0
-        return self._search.end[value] < place and value not in self._stays
+        return self._search.end[value] < place and value not in self.stays
 
     def run_until(self, place: int) -> None:
         """Run what stands before a place as it is."""

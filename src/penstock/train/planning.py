@@ -30,13 +30,22 @@ def plan_step(config: Config) -> MemoryPlan:
 
     Its model, its optimizer and the batches that wait on the device are created, and no step runs.
     """
+    return _planned(_step_of(config), config)
+
+
+def _step_of(config: Config) -> Callable[..., object]:
+    """The jitted step of a configuration, for batches of any size."""
     ps.random.manual_seed(config.run.seed)
     if config.model.is_loaded:
         model = load_base(config)
     else:
         model = build_model(config, _vocabulary(config))
         model.to(getattr(ps, config.model.precision))
-    step = training_step(loss_of(model), parallel(make_optimizer(model, config), config))
+    return training_step(loss_of(model), parallel(make_optimizer(model, config), config))
+
+
+def _planned(step: Callable[..., object], config: Config) -> MemoryPlan:
+    """The memory plan of a step for the batches of a configuration."""
     batch, accumulate = config.data.batch, config.optimizer.accumulate
     empty = np.zeros((batch, config.model.context + 1), np.int32)
     waiting = 1 + DEPTH + config.run.evaluate_batches  # one more is read ahead
@@ -63,20 +72,28 @@ def plan_ranks(config: Config, ranks: int, link: str) -> Scaling:
 
 
 def largest_fit(
-    config: Config, limit_bytes: int, what: Fitted, report: Callable[[int, MemoryPlan], None]
-) -> Config:
+    config: Config, limit_bytes: int, what: Fitted, report: Callable[[int, MemoryPlan, bool], None]
+) -> tuple[Config, MemoryPlan]:
     """The configuration with the largest batch or context that fits a budget, by powers of 2 and bisection.
 
-    `report` gets every size that is tried, with its plan. Raises SettingError where not even 1 fits.
+    With it, its plan. `report` gets every size that is tried, its plan, and whether it fits. Raises
+    SettingError where not even 1 fits.
     """
+    step = _step_of(config) if what == "batch" else None  # the same for all batches
+    fitting: dict[int, MemoryPlan] = {}  # the largest so far
 
     def with_size(size: int) -> Config:
         return config.changed({"data" if what == "batch" else "model": {what: size}})
 
     def fits(size: int) -> bool:
-        plan = plan_step(with_size(size))
-        report(size, plan)
-        return plan.smallest_bytes <= limit_bytes
+        candidate = with_size(size)
+        plan = _planned(step or _step_of(candidate), candidate)
+        will_do = plan.fits(limit_bytes)
+        report(size, plan, will_do)
+        if will_do:
+            fitting.clear()
+            fitting[size] = plan
+        return will_do
 
     if not fits(1):
         raise SettingError(
@@ -88,7 +105,7 @@ def largest_fit(
     while high - low > max(low // 16, 1):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return with_size(low)
+    return with_size(low), fitting[low]
 
 
 def _vocabulary(config: Config) -> int:
