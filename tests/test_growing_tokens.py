@@ -153,7 +153,7 @@ def test_a_killed_run_is_resumed_to_the_same_bits(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text((sources + "\n") * 6)  # more than 16 MiB
     (tmp_path / "c.toml").write_text(
         "[model]\ncontext = 64\nwidth = 8\nlayers = 1\nheads = 2\n[data]\nbatch = 256\nvocabulary = 300\n"
-        f"path = '{tmp_path / 'text.txt'}'\n[run]\nsteps = 24\nevaluate_every = 4\nevaluate_batches = 1\n"
+        f"path = '{tmp_path / 'text.txt'}'\n[run]\nsteps = 16\nevaluate_every = 4\nevaluate_batches = 1\n"
         "device = 'host'\n"
     )
 

@@ -398,7 +398,7 @@ def test_numpy_computes_what_takes_too_many_windows(by_kernels: list[str], name:
     assert by_kernels
 
 
-@settings(max_examples=examples(60, quick=20), deadline=None)
+@settings(max_examples=examples(30, quick=20), deadline=None)
 @given(
     st.sampled_from([(256, 32), (512, 16), (1024, 8), (768, 32)]),
     st.sampled_from(sorted(FLOATS | ANY | WHOLE)),
