@@ -61,9 +61,8 @@ class Compilation:
     inputs: Sequence[Node]
     constants: Mapping[Constant, int]  # the number of each among the arguments of a run
     aliases: Mapping[int, int] = field(default_factory=dict)  # wanted values that should replace inputs
-    products: Mapping[Any, int] = field(
-        default_factory=dict
-    )  # of a fused program by a library: how many of each
+    # Those that a library computes for a fused program, and how many of each.
+    products: Mapping[Any, int] = field(default_factory=dict)
     groups: Sequence[Group] = ()
     lowered: Sequence[Lowering | None] = ()  # for each group
     again: frozenset[int] = frozenset()  # groups that compute once more what was dropped

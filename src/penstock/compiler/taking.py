@@ -40,9 +40,7 @@ class Levels:
 
     first: Level
     less: Callable[[], Sequence[Level]]  # plans for budgets down to the smallest
-    fits: Callable[
-        [int], bool
-    ]  # whether there is a plan inside so many bytes: sooner known than the smallest
+    fits: Callable[[int], bool]  # whether so many bytes will do: sooner known than the smallest
 
 
 def level(
