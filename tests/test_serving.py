@@ -273,12 +273,13 @@ def test_streams_take_turns_with_requests(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_nobody_expected_ends_its_own_request_alone(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    submit = Engine.submit
+    submit, taken = Engine.submit, []
 
     def fail(engine: Engine, prompt: Any, **options: Any) -> Any:
         if len(prompt) == 3:  # with the token that begins every text
             raise RuntimeError("something else")
-        return submit(engine, prompt, **options)
+        taken.append(submit(engine, prompt, **options))
+        return taken[-1]
 
     def broken(engine: Engine) -> Any:
         raise RuntimeError("no figures")
@@ -290,12 +291,14 @@ def test_what_nobody_expected_ends_its_own_request_alone(
             answer = client.post(TEXT, json={"prompt": "a!", **asked})
             assert (answer.status_code, is_error(answer.json())) == (500, True)
             assert client.post(TEXT, json={"prompt": "a", **asked}).status_code == 200
+        assert client.post(TEXT, json={"prompt": ["a", "a!"], "max_tokens": 50}).status_code == 500
+        assert taken[-1].result().finish_reason == "cancelled", "the prompts of a request are one"
         with monkeypatch.context() as patched:
             patched.setattr(Engine, "stats", broken)
             assert client.get("/metrics").status_code == 500
         assert client.get("/metrics").status_code == 200
     log = capfd.readouterr().err
-    assert (log.count("RuntimeError: something"), log.count("RuntimeError: no figures")) == (2, 1)
+    assert (log.count("RuntimeError: something"), log.count("RuntimeError: no figures")) == (3, 1)
 
 
 # Around them

@@ -48,9 +48,11 @@ class Backend:
         try:
             for choice in range(len(asked.prompts) * asked.n):
                 requests.append(self._submitted(asked, choice))
-        except (QueueFull, EngineClosed, ValueError) as error:
+        except Exception as error:
             for request in requests:
                 request.cancel()
+            if not isinstance(error, QueueFull | EngineClosed | ValueError):
+                raise
             self._link.send(self._refusal(asked.number, error))
             return
         self._open[asked.number] = list(requests)
