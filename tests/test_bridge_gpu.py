@@ -295,21 +295,30 @@ def end_of_bridge(device: Device) -> BaseException | None:
     return bridge.compiled.exception(60)
 
 
+def new_expression(
+    device: Device,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str = "a row kernel",
+    shape: tuple[int, int] = (40, 30),
+) -> tuple[Callable[[], ps.Tensor], Plans]:
+    """What computes an expression whose single operations are compiled, and the plans that it takes."""
+    function, x = BRIDGED[name], ps.asarray(values(*shape), device=device)
+    compile_single_operations(device, function(x))
+    return lambda: function(x).realize(), Plans(monkeypatch)
+
+
 @pytest.mark.parametrize("name", BRIDGED)
 def test_a_new_expression_waits_for_no_plan_of_fused_kernels(
     cuda: Device, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    function = BRIDGED[name]
-    x = ps.asarray(values(40, 30), device=cuda)
-    compile_single_operations(cuda, function(x))
-    plans = Plans(monkeypatch)
-    function(x).realize()
+    compute, plans = new_expression(cuda, monkeypatch, name)
+    compute()
     (bridge,) = executables(cuda)._bridges.values()
     assert bridge.compiled is None, "it may never come again"
-    function(x).realize()  # would hang here
+    compute()  # would hang here
     plans.go_on.set()
     assert end_of_bridge(cuda) is None
-    function(x).realize()
+    compute()
     assert len(executables(cuda)._programs) == 1
     assert plans.made == [False]
 
@@ -317,32 +326,26 @@ def test_a_new_expression_waits_for_no_plan_of_fused_kernels(
 def test_what_cannot_be_planned_is_told_where_it_is_computed(
     cuda: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    function = BRIDGED["a row kernel"]
-    x = ps.asarray(values(40, 30), device=cuda)
-    compile_single_operations(cuda, function(x))
-    plans = Plans(monkeypatch)
+    compute, plans = new_expression(cuda, monkeypatch)
     plans.refused = True
-    function(x).realize()
-    function(x).realize()
+    compute()
+    compute()
     plans.go_on.set()
     assert isinstance(end_of_bridge(cuda), CompileError)
     with pytest.raises(CompileError, match="no such thing"):
-        function(x).realize()
+        compute()
     plans.refused = False
-    function(x).realize()
+    compute()
     assert plans.made == [False, True]
 
 
 def test_under_a_limit_what_does_not_fit_is_refused_at_once(
     cuda: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    function = BRIDGED["a row kernel"]
-    x = ps.asarray(values(400, 300), device=cuda)
-    compile_single_operations(cuda, function(x))
-    plans = Plans(monkeypatch)
+    compute, plans = new_expression(cuda, monkeypatch, shape=(400, 300))
     cuda.limit_bytes = cuda.held_bytes() + 1000
     with pytest.raises(OutOfDeviceMemory):
-        function(x).realize()
+        compute()
     assert plans.made
     assert all(plans.made)
 

@@ -5,8 +5,8 @@ lines of 64 inputs of its features and of all rows to a ring in local memory, se
 multiplies. It begins with the matrix while the kernels before, which compute the rows, still run. Where a
 matrix has few features, the workgroups of a cluster share the inputs.
 
-A line has eight parts of 16 bytes. Which part is where depends on the line, so that the threads that read a
-tile, and those that write it, meet all banks of local memory.
+A line has eight parts of 16 bytes. Which part is where depends on the line (a swizzle), so that neither the
+threads that read a tile nor those that write it have bank conflicts in local memory.
 
 Sums are float32, in an order that does not depend on the number of rows.
 """
@@ -230,7 +230,7 @@ class _Products:
     def finish(self, sums: Memory, first: ir.Expr, rank: ir.Expr, finish: Finish) -> None:
         """Add up the sums of all that share the inputs, in `sums`, and finish a share of them."""
         k, problem, features, splits = self._k, self._problem, self._division.features, self._division.splits
-        stride = self._features + 4  # floats between rows: then a warp writes to all banks
+        stride = self._features + 4  # floats between rows: then a warp writes without bank conflicts
         rows = problem.row_tiles * _ROWS
         self._keep(sums, rows, stride)
         if splits > 1:
