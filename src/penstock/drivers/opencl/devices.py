@@ -8,7 +8,7 @@ from typing import Literal
 import pyopencl as cl
 
 from penstock.drivers.driver import Capabilities
-from penstock.drivers.opencl import invokers, pocl
+from penstock.drivers.opencl import invokers, pocl, pocl_cpu
 
 MemoryKind = Literal["svm", "mapped", "device"]
 
@@ -28,7 +28,11 @@ def find_devices() -> list[cl.Device]:
             return []
         for platform in platforms:
             with suppress(cl.Error):  # a platform whose hardware is absent
-                devices += pocl.without_inline(platform.get_devices())
+                found = platform.get_devices()
+                if platform.name == pocl.PLATFORM:
+                    for device in found:
+                        pocl_cpu.name_cpu(device)
+                devices += pocl.without_inline(found)
     order = {"gpu": 0, "accelerator": 1, "cpu": 2}
     usable = [device for device in devices if device.available and device.compiler_available]
     return sorted(usable, key=lambda device: (order[_kind(device)], -device.global_mem_size))
@@ -36,7 +40,7 @@ def find_devices() -> list[cl.Device]:
 
 def problem(device: cl.Device) -> str:
     """Why a device cannot be used; empty if it can."""
-    return pocl.problem() if device.platform.name == pocl.PLATFORM else ""
+    return pocl.problem(device) if device.platform.name == pocl.PLATFORM else ""
 
 
 def opencl_capabilities(device: cl.Device, memory: MemoryKind | None = None) -> Capabilities:

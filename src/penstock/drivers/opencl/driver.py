@@ -35,7 +35,7 @@ from penstock.drivers.driver import (
     Source,
     Waits,
 )
-from penstock.drivers.opencl import pocl
+from penstock.drivers.opencl import pocl, pocl_cpu
 from penstock.drivers.opencl.devices import MemoryKind, best_memory_kind, opencl_capabilities
 from penstock.drivers.opencl.inline import InlineDevice, InlineLaunch, InlineProgram, inline_launch
 from penstock.drivers.opencl.natives import Clock, open_queue, typed_kernel
@@ -206,7 +206,8 @@ class OpenCLDriver(Driver):
     def _description(self, source: str, device: cl.Device) -> str:
         """All that the compiled code of a source depends on."""
         version = device.platform.name, device.version, device.driver_version, device.name
-        return "\n".join((*version, *self._options, pocl.extra_flags(), source))
+        parts = *version, pocl_cpu.given_name(device), *self._options, pocl.extra_flags(), source
+        return "\n".join(parts)
 
     @property
     def _options(self) -> list[str]:

@@ -1,0 +1,92 @@
+"""A name for a CPU that PoCL's compiler does not know.
+
+PoCL compiles for the CPU that LLVM names. CPUs that are younger than its LLVM are "generic" there if their maker is AMD, and
+Clang then refuses every kernel: "unknown target CPU 'generic'". PoCL has no setting for the name, so it is replaced in
+PoCL's own record of the device, by that of the level of the x86-64 architecture that the CPU has.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+import pyopencl as cl
+
+_UNKNOWN = b"generic"
+# The levels that Clang knows as CPUs, with what Linux calls their instructions.
+_LEVELS = (
+    ("x86-64-v4", "avx512f avx512bw avx512cd avx512dq avx512vl"),
+    ("x86-64-v3", "avx avx2 bmi1 bmi2 f16c fma abm movbe xsave"),
+    ("x86-64-v2", "cx16 lahf_lm popcnt pni ssse3 sse4_1 sse4_2"),
+    ("x86-64", ""),
+)
+_RECORD_BYTES = 1024  # of a device's record, in which the name is looked for
+_POINTER = ctypes.sizeof(ctypes.c_void_p)
+
+_given: dict[int, str] = {}  # names by the addresses of the devices' records
+
+
+def is_unknown(device: cl.Device) -> bool:
+    """Whether PoCL cannot compile for a device of its own, as its CPU has no name yet."""
+    is_x86 = platform.machine() == "x86_64"  # elsewhere, Clang knows a generic CPU
+    return is_x86 and device.version.endswith("-" + _UNKNOWN.decode()) and device.int_ptr not in _given
+
+
+def name_cpu(device: cl.Device) -> None:
+    """Give a device of PoCL whose CPU is unknown a name, before anything is compiled for it.
+
+    Nothing is changed if the record of the device is not as expected: `is_unknown` is true then.
+    """
+    if is_unknown(device):
+        with suppress(OSError, AttributeError):
+            _write_name(device.int_ptr, level(_flags()))
+
+
+def given_name(device: cl.Device) -> str:
+    """The name that a device's CPU was given; empty if PoCL knows it."""
+    return _given.get(device.int_ptr, "")
+
+
+def level(flags: frozenset[str]) -> str:
+    """The highest level of the x86-64 architecture that a CPU has, which includes all levels below."""
+    reached = "x86-64"
+    for name, needed in reversed(_LEVELS):
+        if not flags.issuperset(needed.split()):
+            break
+        reached = name
+    return reached
+
+
+def _flags() -> frozenset[str]:
+    """The instructions that Linux says the CPU has."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    found = (line.partition(":")[2] for line in lines if line.startswith("flags"))
+    return frozenset(next(found, "").split())
+
+
+def _write_name(record: int, name: str) -> None:
+    copy = ctypes.CDLL(None).strdup  # PoCL may free it
+    copy.argtypes, copy.restype = [ctypes.c_char_p], ctypes.c_void_p
+    with open("/proc/self/mem", "rb", 0) as memory:  # which refuses addresses that are not mapped
+        fields = list(_text_fields(memory, record))
+    for (_, triple), (address, cpu) in zip(fields, fields[1:], strict=False):
+        if cpu == _UNKNOWN and triple.startswith(b"x86_64-"):  # the fields llvm_target_triplet and llvm_cpu
+            ctypes.c_void_p.from_address(address).value = copy(name.encode())
+            _given[record] = name
+            return
+
+
+def _text_fields(memory: BinaryIO, record: int) -> Iterator[tuple[int, bytes]]:
+    """The addresses of the pointers in a record, with the beginning of what each points to."""
+    memory.seek(record)
+    content = memory.read(_RECORD_BYTES)
+    for offset in range(0, len(content) - _POINTER + 1, _POINTER):
+        text = b""
+        with suppress(OSError, OverflowError, ValueError):  # not a pointer
+            memory.seek(int.from_bytes(content[offset : offset + _POINTER], "little"))
+            text = memory.read(32).partition(b"\0")[0]
+        yield record + offset, text
