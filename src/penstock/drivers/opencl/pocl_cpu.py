@@ -1,8 +1,8 @@
 """A name for a CPU that PoCL's compiler does not know.
 
-PoCL compiles for the CPU that LLVM names. CPUs that are younger than its LLVM are "generic" there if their maker is AMD, and
-Clang then refuses every kernel: "unknown target CPU 'generic'". PoCL has no setting for the name, so it is replaced in
-PoCL's own record of the device, by that of the level of the x86-64 architecture that the CPU has.
+PoCL compiles for the CPU that LLVM names. LLVM calls CPUs of AMD that are younger than itself "generic", and
+Clang then refuses every kernel: "unknown target CPU 'generic'". PoCL has no setting for the name. So it is
+replaced in PoCL's own record of the device, by that of the level of the x86-64 architecture that the CPU has.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ctypes
 import platform
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
@@ -73,7 +74,7 @@ def _write_name(record: int, name: str) -> None:
     copy.argtypes, copy.restype = [ctypes.c_char_p], ctypes.c_void_p
     with open("/proc/self/mem", "rb", 0) as memory:  # which refuses addresses that are not mapped
         fields = list(_text_fields(memory, record))
-    for (_, triple), (address, cpu) in zip(fields, fields[1:], strict=False):
+    for (_, triple), (address, cpu) in pairwise(fields):
         if cpu == _UNKNOWN and triple.startswith(b"x86_64-"):  # the fields llvm_target_triplet and llvm_cpu
             ctypes.c_void_p.from_address(address).value = copy(name.encode())
             _given[record] = name
