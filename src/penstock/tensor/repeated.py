@@ -6,7 +6,7 @@ are computed, no key of its program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import NoneType
 from typing import Any
 
@@ -106,17 +106,13 @@ def note_number(function: Callable[..., Tensor], node: Node, device: Device, x1:
         device.examples[function, *kind, type(number), at] = example.like
 
 
-def again_with(
-    function: Callable[..., Tensor], x: Tensor, rest: tuple[Any, ...], named: Mapping[str, Any]
-) -> Tensor | None:
-    """What a composite gives for a tensor and arguments that are none; see `note_with`."""
+def again_as(kind: tuple[Any, ...], x: Tensor) -> Tensor | None:
+    """What an operation of a kind gives for a tensor, if it was noted by `note_as`; else None."""
     node, device = x._actual_node, x.device
     if core._captures or x._actual_requires_grad or node.tracked:
         return None
-    if named:
-        rest += (*named, *named.values())
     try:
-        like = device.examples.get((function, node.shape, node.dtype.name, *rest, *map(type, rest)))
+        like = device.examples.get(kind)
     except TypeError:  # an argument is not hashable
         return None
     if like is None:
@@ -126,20 +122,11 @@ def again_with(
     return Tensor(like.node.alike_pending((node,)), device)
 
 
-def note_with(
-    like: Example,
-    function: Callable[..., Tensor],
-    x: Tensor,
-    rest: tuple[Any, ...],
-    named: Mapping[str, Any],
-) -> None:
-    """Have `again_with` make nodes like others, if the arguments are told apart by their types and values."""
-    if named:
-        rest += (*named, *named.values())
+def note_as(kind: tuple[Any, ...], like: Example, device: Device, rest: tuple[Any, ...]) -> None:
+    """Have `again_as` make nodes like others, if the `rest` of the arguments is told apart by its types."""
     if like.node.like is not None and like.inputs_of is tuple and _TOLD_APART.issuperset(map(type, rest)):
-        with x.device.running:  # for other threads
-            kind = (function, x.shape, x.dtype.name, *rest, *map(type, rest))
-            x.device.examples[kind] = like
+        with device.running:  # for other threads
+            device.examples[kind] = like
 
 
 def viewed(function: Callable[[Tensor, Any], Tensor], x: Tensor, given: Any) -> Tensor:
