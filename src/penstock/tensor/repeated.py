@@ -48,13 +48,16 @@ def again(function: Callable[..., Tensor], x: Tensor, y: Tensor | None = None) -
         kind = (function, node.shape, node.dtype.name, other.shape, other.dtype.name)
         like = device.subgraphs.get(kind)
         nodes = (node, other)
-    if like is None or like.node.like is None:
+    if like is None:
+        return None
+    example = like.node
+    if example.like is None:
         return None
     if like.inputs_of is not tuple:
         nodes = like.inputs_of(nodes)
     if is_computed:
-        return tensor_like(like.node.alike(nodes), device)
-    return Tensor(like.node.alike_pending(nodes), device)
+        return tensor_like(example.alike(nodes), device)
+    return Tensor(example.alike_pending(nodes), device)
 
 
 def again_with_number(function: Callable[..., Tensor], x1: Any, x2: Any) -> Tensor | None:
