@@ -94,7 +94,9 @@ def _realize(
             if run is not None:
                 numbers = constant_values(tuple(constants)) if constants else ()
                 if node.like is not None and [*node.like.values(node)] == [*given]:
-                    node.like.run, node.like.numbers = run, numbers
+                    node.like.run = run
+                    if node.like.number_at is None:
+                        node.like.numbers = numbers
                 try:
                     (value,) = run(inputs, numbers)
                 except OutOfDeviceMemory:  # below, it is planned for what is left
@@ -146,7 +148,8 @@ def compute(node: Node, device: Device) -> None:
                 inputs: Sequence[Node] = node.inputs
                 if not like.on_values:
                     if like.number_at is not None:
-                        numbers = numbers_of(inputs[like.number_at])
+                        own = numbers_of(inputs[like.number_at])
+                        numbers = numbers + own if like.number_at else own + numbers
                     inputs = like.values(node)
                 values = [*map(_value, inputs)]
                 try:

@@ -290,7 +290,7 @@ class Example:
         self.through = through  # whether the only other input is pending too, on values
         self.on_values = number_at is None and not through  # whether its inputs are those of its program
         self.run: Any = None  # what computes it on a device, once that is known
-        self.numbers: tuple[Any, ...] = ()  # the constants that this takes, if they are the same each time
+        self.numbers: tuple[Any, ...] = ()  # the constants that this takes, without the one at `number_at`
 
     def values(self, node: Node) -> Sequence[Node]:
         """The nodes from whose values a node like this is computed; none if that is not known."""

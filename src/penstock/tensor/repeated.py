@@ -14,6 +14,7 @@ from penstock.execution.sharing import first_item
 from penstock.graph import shaping
 from penstock.graph.calls import CALL
 from penstock.graph.node import Example, Node, Shape, placeholder
+from penstock.graph.reference import Constant, constant_key, constant_values
 from penstock.runtime import Device
 from penstock.tensor import core
 from penstock.tensor.core import Tensor, record
@@ -83,6 +84,8 @@ def again_with_number(function: Callable[..., Tensor], x1: Any, x2: Any) -> Tens
         constant = constant_like(node, number)
     except OverflowError:  # the caller says of what
         return None
+    if like.numbers and constant_key(constant, "number") in _constants_of(node):
+        return None  # its program has one constant less
     return tensor_like(like.node.alike((node, constant) if at else (constant, node)), device)
 
 
@@ -96,17 +99,22 @@ def note_number(function: Callable[..., Tensor], node: Node, device: Device, x1:
     if type(number) not in _PLAIN or node.tracked or is_much(node) or not device.reuses_graphs:
         return
     kind: tuple[Any, ...]
-    if not through:
+    numbers: tuple[Any, ...] = ()
+    if below is None or not through:
         stand_in, kind = placeholder(operand.shape, operand.dtype), (operand.shape, operand.dtype.name)
-    elif below is None or operand.primitive is CALL:
-        return
     else:
-        stand_in, kind = below.node, (below,)
+        stand_in, kind, numbers = below.node, (below,), constant_values(_constants_of(operand))
     constant = node.inputs[at]
     example = node.on((stand_in, constant) if at else (constant, stand_in))
     example.like = Example(example, number_at=at, through=through)
+    example.like.numbers = numbers
     with device.running:  # for other threads
         device.examples[function, *kind, type(number), at] = example.like
+
+
+def _constants_of(node: Node) -> tuple[Constant, ...]:
+    """The constants of a pending node that is an operation on values without numbers, or a subgraph."""
+    return node.attributes["subgraph"].constants if node.primitive is CALL else ()
 
 
 def again_as(kind: tuple[Any, ...], x: Tensor) -> Tensor | None:
