@@ -90,6 +90,30 @@ def test_equal_constants_of_an_expression(device: Device) -> None:
         np.testing.assert_array_equal((ps.nn.functional.relu(x) + 0.0).numpy(), a)
 
 
+@pytest.mark.parametrize("number_first", [False, True])
+@pytest.mark.parametrize("number", [0.0, 6.0, 2.0])
+def test_a_number_and_a_function_with_constants_of_its_own(
+    device: Device, number: float, number_first: bool
+) -> None:
+    """The number may be equal to one of them, and is then the same argument of the kernel."""
+    a = np.linspace(-3, 9, 12, dtype=np.float32).reshape(3, 4)
+    x, expected = ps.asarray(a, device=device), np.clip(a, 0, 6)
+    for other in (*[number] * 12, 3.0, 0.0, 6.0, number, -1.5):
+        result = ps.nn.functional.relu6(x)
+        result = other - result if number_first else result - other
+        wanted = other - expected if number_first else expected - other
+        np.testing.assert_array_equal(result.realize().numpy(), wanted, f"{other} after {number}")
+
+
+@pytest.mark.parametrize("operation", [lambda x: x * 2.5, lambda x: 2.5 - x])
+def test_a_number_and_the_value_of_a_function(device: Device, operation: Callable[[Any], Any]) -> None:
+    """The constants of what computed a value are no constants of what is computed from it."""
+    a = np.linspace(-3, 9, 12, dtype=np.float32).reshape(3, 4)
+    for _ in range(12):
+        value = ps.nn.functional.relu6(ps.asarray(a, device=device)).realize()
+        np.testing.assert_array_equal(operation(value).realize().numpy(), operation(np.clip(a, 0, 6)))
+
+
 def test_errors_are_those_of_the_first_time(device: Device) -> None:
     x, small = ps.asarray([1.0, 2.0], device=device), ps.asarray([1, 2], dtype=ps.int8, device=device)
     for _ in range(4):

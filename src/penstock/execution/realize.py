@@ -70,58 +70,67 @@ def realize(
     what results may be written over; Ctrl-C then waits until all of them are there.
     """
     with device.running:  # another thread may be about to compute the same
-        if device.updated:
-            updated, device.updated = device.updated, {}
-            pending = [reference() for reference in list(updated.values())]  # other threads may add some
-            nodes = [*nodes, *(node for node in pending if node is not None)]
-            repeated = True
-        wanted, alone = nodes, None
-        if len(nodes) == 1:
-            node = nodes[0]
-            if node.value is not None or shared(node, device):
-                return
-            alone = single(node) if device.runs_programs else None
-            if alone is not None:
-                key, inputs, given, constants = alone
-                run = (device.executables or executables(device)).singles.get(key)
-                if run is not None:
-                    numbers = constant_values(tuple(constants)) if constants else ()
-                    if node.like is not None and [*node.like.values(node)] == [*given]:
-                        node.like.run, node.like.numbers = run, numbers
-                    try:
-                        (value,) = run(inputs, numbers)
-                    except OutOfDeviceMemory:  # below, it is planned for what is left
-                        pass
-                    else:
-                        node.set_value(value)
-                        return
-                inputs.clear()  # what somebody refers to stays on the device
-        else:
-            several = dict.fromkeys(nodes)
-            wanted = [node for node in several if node.value is None and not shared(node, device)]
-            if not wanted:
-                return
-        structure = Structure(wanted, device.capabilities)
-        if not repeated and device.dispatcher is None:
-            slices = executables(device).slices_first(structure)
-            if slices and slices != wanted:
-                realize(slices, device)
-                structure = Structure(wanted, device.capabilities)
-        run_all = _told if device.stream.recorders else _computed
-        if replaced is None or device.dispatcher is not None:
-            buffers, program = run_all(structure, device, repeated, None)
+        _realize(nodes, device, repeated, replaced)
+
+
+def _realize(
+    nodes: Sequence[Node], device: Device, repeated: bool = False, replaced: Replaced | None = None
+) -> None:
+    """See `realize`; `device.running` is held."""
+    if device.updated:
+        updated, device.updated = device.updated, {}
+        pending = [reference() for reference in list(updated.values())]  # other threads may add some
+        nodes = [*nodes, *(node for node in pending if node is not None)]
+        repeated = True
+    wanted, alone = nodes, None
+    if len(nodes) == 1:
+        node = nodes[0]
+        if node.value is not None or shared(node, device):
+            return
+        alone = single(node) if device.runs_programs else None
+        if alone is not None:
+            key, inputs, given, constants = alone
+            run = (device.executables or executables(device)).singles.get(key)
+            if run is not None:
+                numbers = constant_values(tuple(constants)) if constants else ()
+                if node.like is not None and [*node.like.values(node)] == [*given]:
+                    node.like.run = run
+                    if node.like.number_at is None:
+                        node.like.numbers = numbers
+                try:
+                    (value,) = run(inputs, numbers)
+                except OutOfDeviceMemory:  # below, it is planned for what is left
+                    pass
+                else:
+                    node.set_value(value)
+                    return
+            inputs.clear()  # what somebody refers to stays on the device
+    else:
+        several = dict.fromkeys(nodes)
+        wanted = [node for node in several if node.value is None and not shared(node, device)]
+        if not wanted:
+            return
+    structure = Structure(wanted, device.capabilities)
+    if not repeated and device.dispatcher is None:
+        slices = executables(device).slices_first(structure)
+        if slices and slices != wanted:
+            _realize(slices, device)
+            structure = Structure(wanted, device.capabilities)
+    run_all = _told if device.stream.recorders else _computed
+    if replaced is None or device.dispatcher is not None:
+        buffers, program = run_all(structure, device, repeated, None)
+        _set_values(wanted, buffers)
+    else:
+        own = executables(device)
+        own.known(structure, repeated, own.state_of(structure))  # which may take its time
+        with held_back:
+            buffers, program = run_all(structure, device, repeated, replaced)
             _set_values(wanted, buffers)
-        else:
-            own = executables(device)
-            own.known(structure, repeated, own.state_of(structure))  # which may take its time
-            with held_back:
-                buffers, program = run_all(structure, device, repeated, replaced)
-                _set_values(wanted, buffers)
-                replaced.done = True
-        if alone is not None and is_all_of(alone, structure):
-            executables(device).keep_single(alone[0], structure, program)
-        if structure.unchecked:
-            structure.watch(buffers[len(wanted) :], device)
+            replaced.done = True
+    if alone is not None and is_all_of(alone, structure):
+        executables(device).keep_single(alone[0], structure, program)
+    if structure.unchecked:
+        structure.watch(buffers[len(wanted) :], device)
 
 
 def compute(node: Node, device: Device) -> None:
@@ -133,24 +142,25 @@ def compute(node: Node, device: Device) -> None:
     with device.running:
         like = node.like
         if like is not None and node.value is None:
-            run, numbers = like.run, like.numbers
-            inputs: Sequence[Node] = node.inputs
+            run = like.run
             if run is not None and not device.executables.stream.recorders and not device.updated:
-                if like.number_at is not None:
-                    numbers = numbers_of(inputs[like.number_at])
-                    inputs = like.values(node)
-                elif like.through:
+                numbers = like.numbers
+                inputs: Sequence[Node] = node.inputs
+                if not like.on_values:
+                    if like.number_at is not None:
+                        own = numbers_of(inputs[like.number_at])
+                        numbers = numbers + own if like.number_at else own + numbers
                     inputs = like.values(node)
                 values = [*map(_value, inputs)]
                 try:
                     if values and None not in values:
-                        (value,) = run(values, numbers)
-                        node.value, node.inputs = value, ()  # as by `set_value`: no gradient passes
+                        (node.value,) = run(values, numbers)
+                        node.inputs = ()  # as by `set_value`: no gradient passes
                         return
                 except OutOfDeviceMemory:  # below, it is planned for what is left
                     pass
                 values.clear()  # what somebody refers to stays on the device
-        realize((node,), device)
+        _realize((node,), device)
 
 
 def value_of(node: Node, device: Device) -> Buffer:

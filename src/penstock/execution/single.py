@@ -101,7 +101,7 @@ def _describe(
         key += (primitive, len(parents))
     for given in parents:
         parent = given
-        while parent.primitive.is_identity and parent.value is None and parent.primitive is not BOUNDED:
+        while parent.value is None and parent.primitive.is_identity and parent.primitive is not BOUNDED:
             parent = parent.inputs[0]
         if parent.value is None:
             if not _describe(parent, key, values, inputs, constants):

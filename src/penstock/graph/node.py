@@ -218,30 +218,36 @@ class Node:
         """The same operation on other inputs; the node itself if these are its own."""
         return self if inputs == self.inputs else Node(self.primitive, inputs, self.attributes)
 
-    def alike(self, inputs: tuple[Node, ...], depth: int = 0, pending_bytes: int = 0) -> Node:
-        """The same operation on other inputs of the same shapes and dtypes, whose result is not known.
-
-        `depth` and `pending_bytes`: those of the inputs, where some are pending.
-        """
-        node = Node.__new__(Node)
-        node.primitive, node.inputs, node.attributes = self.primitive, inputs, self.attributes
-        node.shape, node.dtype, node.span = self.shape, self.dtype, self.span
+    def alike(self, inputs: tuple[Node, ...]) -> Node:
+        """The same operation on other values of the same shapes and dtypes; its result is not known."""
+        node = _new_node(Node)
+        node.primitive = self.primitive
+        node.inputs = inputs
+        node.attributes = self.attributes
+        node.shape = self.shape
+        node.dtype = self.dtype
+        node.span = self.span
         node.value = node.owner = node.holder = None
+        node.like = self.like
         node.tracked = self.tracked
-        node.like = None if depth else self.like  # which is on values
-        node.depth, node.pending_bytes = self.depth + depth, self.pending_bytes + pending_bytes
+        node.depth = self.depth
+        node.pending_bytes = self.pending_bytes
         return node
 
     def alike_pending(self, inputs: tuple[Node, ...]) -> Node:
         """The same where some of the inputs may be pending."""
-        depth = pending = 0
+        node, depth, pending = self.alike(inputs), 0, 0
         for parent in inputs:
             if parent.value is None:
                 if parent.depth > depth:
                     depth = parent.depth
                 if parent.pending_bytes > pending:
                     pending = parent.pending_bytes
-        return self.alike(inputs, depth, pending)
+        if depth:
+            node.like = None  # which is on values
+            node.depth += depth
+            node.pending_bytes += pending
+        return node
 
     @property
     def ndim(self) -> int:
@@ -262,10 +268,13 @@ class Node:
         return f"<{self.primitive.name} {self.dtype}{list(self.shape)}>"
 
 
+_new_node = Node.__new__
+
+
 class Example:
     """What nodes of the same operation, on values of the same shapes and dtypes, have in common."""
 
-    __slots__ = ("inputs_of", "node", "number_at", "numbers", "run", "through")
+    __slots__ = ("inputs_of", "node", "number_at", "numbers", "on_values", "run", "through")
 
     def __init__(
         self,
@@ -279,8 +288,9 @@ class Example:
         self.inputs_of = inputs_of
         self.number_at = number_at  # which of its two inputs is a constant, that is another each time
         self.through = through  # whether the only other input is pending too, on values
+        self.on_values = number_at is None and not through  # whether its inputs are those of its program
         self.run: Any = None  # what computes it on a device, once that is known
-        self.numbers: tuple[Any, ...] = ()  # the constants that this takes, if they are the same each time
+        self.numbers: tuple[Any, ...] = ()  # the constants that this takes, without the one at `number_at`
 
     def values(self, node: Node) -> Sequence[Node]:
         """The nodes from whose values a node like this is computed; none if that is not known."""

@@ -180,7 +180,7 @@ def _recording(name: str, apply: Callable[[Node, Node], Node], kinds: str) -> tu
                 if known and not gradient:
                     return composed(x1, x2)
                 node = apply(first, second)
-                if not gradient and node.depth == 2:  # the constant, and this
+                if not gradient and (node.depth == 2 or first.like or second.like):  # it may be frequent
                     note_number(general, node, device, x1, x2)
                 if not gradient or (node.dtype.kind == "f" and recording()):
                     return Tensor(node, device, gradient)

@@ -22,7 +22,7 @@ from penstock.tensor import core
 from penstock.tensor.capture import capture
 from penstock.tensor.core import Tensor
 from penstock.tensor.recording import recorded_once, recording
-from penstock.tensor.repeated import again, again_with, is_much, note_with, tensor_like
+from penstock.tensor.repeated import again, again_as, is_much, note_as, tensor_like
 
 P = ParamSpec("P")
 _NUMBERS = (float, complex, np.inexact)
@@ -39,11 +39,19 @@ def composite(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
     def composed(*args: P.args, **kwargs: P.kwargs) -> Tensor:
         if core._captures and capture.get() is not None:
             return function(*args, **kwargs)
+        kind: tuple[Any, ...] = ()  # of an operation on a tensor, with arguments that are none
         if args and type(args[0]) is Tensor and not args[0]._actual_requires_grad:
+            x, repeated = args[0], None
             if len(args) == 1 or type(args[1]) is not Tensor:
-                repeated = again_with(function, args[0], args[1:], kwargs)
-            else:
-                repeated = again(function, args[0], args[1]) if len(args) == 2 and not kwargs else None
+                node = x._actual_node
+                kind = (function, node.shape, node.dtype.name)
+                for arg in args[1:]:
+                    kind += (arg, type(arg))
+                for name, arg in kwargs.items():
+                    kind += (name, arg, type(arg))
+                repeated = again_as(kind, x)
+            elif len(args) == 2 and not kwargs:
+                repeated = again(function, x, args[1])
             if repeated is not None:
                 return repeated
         key: list[Any] = [function]
@@ -67,15 +75,15 @@ def composite(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
                 key += (type(arg), repr(arg) if isinstance(arg, _NUMBERS) else arg)
         if device is None:
             return function(*args, **kwargs)
-        kind = tuple(key)
+        general = tuple(key)
         try:
-            known = device.subgraphs.get(kind, _NEW)
+            known = device.subgraphs.get(general, _NEW)
         except TypeError:  # an argument is not hashable
             return function(*args, **kwargs)
         if known is _NEW:
-            known = recorded_once(device, kind, partial(_recorded, function, args, kwargs, device), True)
-            if known is not None and type(args[0]) is Tensor and len(nodes) == 1:
-                note_with(known, function, args[0], args[1:], kwargs)
+            known = recorded_once(device, general, partial(_recorded, function, args, kwargs, device), True)
+            if known is not None and kind and len(nodes) == 1:
+                note_as(kind, known, device, (*args[1:], *kwargs.values()))
         if known is None:
             return function(*args, **kwargs)
         return _repeated(known, tuple(nodes), device)

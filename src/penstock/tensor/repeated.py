@@ -6,7 +6,7 @@ are computed, no key of its program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import NoneType
 from typing import Any
 
@@ -14,6 +14,7 @@ from penstock.execution.sharing import first_item
 from penstock.graph import shaping
 from penstock.graph.calls import CALL
 from penstock.graph.node import Example, Node, Shape, placeholder
+from penstock.graph.reference import Constant, constant_key, constant_values
 from penstock.runtime import Device
 from penstock.tensor import core
 from penstock.tensor.core import Tensor, record
@@ -48,13 +49,16 @@ def again(function: Callable[..., Tensor], x: Tensor, y: Tensor | None = None) -
         kind = (function, node.shape, node.dtype.name, other.shape, other.dtype.name)
         like = device.subgraphs.get(kind)
         nodes = (node, other)
-    if like is None or like.node.like is None:
+    if like is None:
+        return None
+    example = like.node
+    if example.like is None:
         return None
     if like.inputs_of is not tuple:
         nodes = like.inputs_of(nodes)
     if is_computed:
-        return tensor_like(like.node.alike(nodes), device)
-    return Tensor(like.node.alike_pending(nodes), device)
+        return tensor_like(example.alike(nodes), device)
+    return Tensor(example.alike_pending(nodes), device)
 
 
 def again_with_number(function: Callable[..., Tensor], x1: Any, x2: Any) -> Tensor | None:
@@ -80,6 +84,8 @@ def again_with_number(function: Callable[..., Tensor], x1: Any, x2: Any) -> Tens
         constant = constant_like(node, number)
     except OverflowError:  # the caller says of what
         return None
+    if like.numbers and constant_key(constant, "number") in _constants_of(node):
+        return None  # its program has one constant less
     return tensor_like(like.node.alike((node, constant) if at else (constant, node)), device)
 
 
@@ -93,30 +99,31 @@ def note_number(function: Callable[..., Tensor], node: Node, device: Device, x1:
     if type(number) not in _PLAIN or node.tracked or is_much(node) or not device.reuses_graphs:
         return
     kind: tuple[Any, ...]
-    if not through:
+    numbers: tuple[Any, ...] = ()
+    if below is None or not through:
         stand_in, kind = placeholder(operand.shape, operand.dtype), (operand.shape, operand.dtype.name)
-    elif below is None or operand.primitive is CALL:
-        return
     else:
-        stand_in, kind = below.node, (below,)
+        stand_in, kind, numbers = below.node, (below,), constant_values(_constants_of(operand))
     constant = node.inputs[at]
     example = node.on((stand_in, constant) if at else (constant, stand_in))
     example.like = Example(example, number_at=at, through=through)
+    example.like.numbers = numbers
     with device.running:  # for other threads
         device.examples[function, *kind, type(number), at] = example.like
 
 
-def again_with(
-    function: Callable[..., Tensor], x: Tensor, rest: tuple[Any, ...], named: Mapping[str, Any]
-) -> Tensor | None:
-    """What a composite gives for a tensor and arguments that are none; see `note_with`."""
+def _constants_of(node: Node) -> tuple[Constant, ...]:
+    """The constants of a pending node that is an operation on values without numbers, or a subgraph."""
+    return node.attributes["subgraph"].constants if node.primitive is CALL else ()
+
+
+def again_as(kind: tuple[Any, ...], x: Tensor) -> Tensor | None:
+    """What an operation of a kind gives for a tensor, if it was noted by `note_as`; else None."""
     node, device = x._actual_node, x.device
     if core._captures or x._actual_requires_grad or node.tracked:
         return None
-    if named:
-        rest += (*named, *named.values())
     try:
-        like = device.examples.get((function, node.shape, node.dtype.name, *rest, *map(type, rest)))
+        like = device.examples.get(kind)
     except TypeError:  # an argument is not hashable
         return None
     if like is None:
@@ -126,20 +133,11 @@ def again_with(
     return Tensor(like.node.alike_pending((node,)), device)
 
 
-def note_with(
-    like: Example,
-    function: Callable[..., Tensor],
-    x: Tensor,
-    rest: tuple[Any, ...],
-    named: Mapping[str, Any],
-) -> None:
-    """Have `again_with` make nodes like others, if the arguments are told apart by their types and values."""
-    if named:
-        rest += (*named, *named.values())
+def note_as(kind: tuple[Any, ...], like: Example, device: Device, rest: tuple[Any, ...]) -> None:
+    """Have `again_as` make nodes like others, if the `rest` of the arguments is told apart by its types."""
     if like.node.like is not None and like.inputs_of is tuple and _TOLD_APART.issuperset(map(type, rest)):
-        with x.device.running:  # for other threads
-            kind = (function, x.shape, x.dtype.name, *rest, *map(type, rest))
-            x.device.examples[kind] = like
+        with device.running:  # for other threads
+            device.examples[kind] = like
 
 
 def viewed(function: Callable[[Tensor, Any], Tensor], x: Tensor, given: Any) -> Tensor:
