@@ -249,6 +249,41 @@ def test_equal_prompts_that_come_together_are_computed_once(model: LanguageModel
     assert results == [model.generate(prompt, 6, temperature=1.0, seed=at).ids for at in range(4)]
 
 
+@pytest.mark.parametrize("mixes", [True, False])
+def test_prompts_of_which_others_know_the_beginning_wait_for_no_step_of_their_own(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch, mixes: bool
+) -> None:
+    taken: list[list[bool]] = []  # of each step, of which prompts the beginning was known
+    prompts = Decoder.prompts
+
+    def take(decoder: Decoder, parts: Any) -> Any:
+        taken.append([sequence.computed > 0 for sequence, _ in parts])
+        return prompts(decoder, parts)
+
+    monkeypatch.setattr(Decoder, "prompts", take)
+    decoder = Decoder(model, 4, 24)
+    decoder.from_pages = mixes
+    decoder.begin()
+    script = Script(decoder, 4, 24)
+    prefix, *ends = prompts_of([PAGE, 2, 5, 3, 9])
+    given = [prefix + ends[0], ends[1], prefix + ends[2], ends[3]]
+    for together in ([given[0]], given):
+        sequences = [
+            TokenSequence(model, at, ids, Wanted(4, Sampling(temperature=0)))
+            for at, ids in enumerate(together)
+        ]
+        for sequence in sequences:
+            script.add(sequence)
+        while script.scheduler.busy:
+            script.scheduler.advance()
+            script.check()
+    steps = [[True, False, True, False]] if mixes else [[True, True], [False, False]]
+    assert taken == [[False], *steps]
+    for sequence, ids in zip(sequences, given, strict=True):
+        assert script.ids[sequence] == by_whole_model(model, ids, 4)
+    decoder.release()
+
+
 def test_memory_is_exactly_what_was_given(compiled: LanguageModel) -> None:
     device = ps.asarray(0, device=compiled.head_weight.device).device
     page = page_bytes(compiled)
