@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import model_cases as cases
@@ -479,6 +480,32 @@ def test_a_callback_that_fails_ends_nothing(model: LanguageModel, monkeypatch: p
         slow.free()
         assert [len(request.result().ids) for request in requests] == [5, 5]
     assert len(called) == 1
+
+
+def test_a_request_is_freed_at_its_end_although_a_callback_holds_it(model: LanguageModel) -> None:
+    """Nobody waits for Python to look for cycles, which stops all requests of a server."""
+    told: Counter[str | None] = Counter()
+
+    def tell(request: Request, piece: Piece | Exception) -> None:
+        told[piece.finish_reason if isinstance(piece, Piece) else type(piece).__name__] += request.id >= 0
+
+    gc.disable()
+    try:
+        engine = Engine(model, slots=2)
+        requests = [engine.submit([1], 3), engine.submit([2], 10**6), engine.submit([3], 10**6)]
+        for request in requests:
+            request.on_piece(partial(tell, request))
+        requests[1].cancel()
+        requests[0].result()
+        requests[1].result()
+        requests[0].on_piece(partial(tell, requests[0]))  # after its end
+        engine.close()
+        references = [weakref.ref(request) for request in requests]
+        del requests, request
+        assert [reference() for reference in references] == [None] * 3
+    finally:
+        gc.enable()
+    assert (told["length"], told["cancelled"], told["EngineClosed"]) == (2, 1, 1)
 
 
 def test_a_failure_reaches_everybody(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
