@@ -285,6 +285,38 @@ def test_prompts_of_which_others_know_the_beginning_wait_for_no_step_of_their_ow
     decoder.release()
 
 
+def test_a_sequence_that_leaves_has_only_its_slot_uploaded(
+    compiled: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = Decoder(compiled, 4, 24)
+    if not decoder._replaces:
+        pytest.skip("what steps are given is not replaced here")
+    decoder.begin()
+    script, uploaded = Script(decoder, 4, 24), list[tuple[int, ...]]()
+    upload = ps.Device.upload
+
+    def noted(device: ps.Device, array: Any, **options: Any) -> Any:
+        uploaded.append(array.shape)
+        return upload(device, array, **options)
+
+    prompts = prompts_of([3, 4, 5, 6])
+    for at, tokens in enumerate((9, 3, 9, 6)):
+        wanted = Wanted(tokens, Sampling(temperature=0))
+        script.add(TokenSequence(compiled, at, prompts[at], wanted))
+    while script.scheduler.counts.steps < 2:
+        script.scheduler.advance()
+    monkeypatch.setattr(ps.Device, "upload", noted)
+    while len(script.scheduler.running) > 3:
+        script.scheduler.advance()
+    script.scheduler.advance()
+    assert uploaded == [(4,)], "the slots, once"
+    while script.scheduler.busy:
+        script.scheduler.advance()
+    for prompt, ids in zip(prompts, script.ids.values(), strict=True):
+        assert ids == by_whole_model(compiled, prompt, len(ids))
+    decoder.release()
+
+
 def test_memory_is_exactly_what_was_given(compiled: LanguageModel) -> None:
     device = ps.asarray(0, device=compiled.head_weight.device).device
     page = page_bytes(compiled)

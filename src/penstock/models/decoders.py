@@ -228,7 +228,9 @@ class Decoder:
         fits = fits and taken.width >= self._width(sequences, _WIDE) and self._replaces
         if not fits or [each for each in rows if each is not None] != sequences:
             return None
-        for name, array in zip(("slots", "table"), self._token_arrays(taken, rows), strict=True):
+        slots, table = self._token_arrays(taken, rows)
+        table[slots < 0] = self._last["table"][0][slots < 0]  # not read: the table changes with pages alone
+        for name, array in (("slots", slots), ("table", table)):
             last, tensor = self._last[name]
             if not np.array_equal(last, array):
                 self.device.upload(array, into=tensor._node.value)
