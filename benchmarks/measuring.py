@@ -74,8 +74,10 @@ def classifier(
 class Report:
     """Lines of the table, printed as they come and kept for the file."""
 
-    def __init__(self) -> None:
+    def __init__(self, after: Callable[[], None] = lambda: None) -> None:
+        """`after` is called after each line, such as to save those that there are."""
         self.rows: list[dict[str, Any]] = []
+        self._after = after
 
     def add(self, what: str, value: float, unit: str, goal: str, met: bool | None, detail: str) -> None:
         mark = {True: "met", False: "MISSED", None: ""}[met]
@@ -83,6 +85,7 @@ class Report:
             {"what": what, "value": round(value, 3), "unit": unit, "goal": goal, "met": met, "detail": detail}
         )
         print(f"{what:<46} {value:7.2f} {unit:<4} {goal:<10} {mark:<7} {detail}", flush=True)
+        self._after()
 
     def save(
         self,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import model_cases as cases
@@ -249,6 +250,73 @@ def test_equal_prompts_that_come_together_are_computed_once(model: LanguageModel
     assert results == [model.generate(prompt, 6, temperature=1.0, seed=at).ids for at in range(4)]
 
 
+@pytest.mark.parametrize("mixes", [True, False])
+def test_prompts_of_which_others_know_the_beginning_wait_for_no_step_of_their_own(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch, mixes: bool
+) -> None:
+    taken: list[list[bool]] = []  # of each step, of which prompts the beginning was known
+    prompts = Decoder.prompts
+
+    def take(decoder: Decoder, parts: Any) -> Any:
+        taken.append([sequence.computed > 0 for sequence, _ in parts])
+        return prompts(decoder, parts)
+
+    monkeypatch.setattr(Decoder, "prompts", take)
+    decoder = Decoder(model, 4, 24)
+    decoder.from_pages = mixes
+    decoder.begin()
+    script = Script(decoder, 4, 24)
+    prefix, *ends = prompts_of([PAGE, 2, 5, 3, 9])
+    given = [prefix + ends[0], ends[1], prefix + ends[2], ends[3]]
+    for together in ([given[0]], given):
+        sequences = [
+            TokenSequence(model, at, ids, Wanted(4, Sampling(temperature=0)))
+            for at, ids in enumerate(together)
+        ]
+        for sequence in sequences:
+            script.add(sequence)
+        while script.scheduler.busy:
+            script.scheduler.advance()
+            script.check()
+    steps = [[True, False, True, False]] if mixes else [[True, True], [False, False]]
+    assert taken == [[False], *steps]
+    for sequence, ids in zip(sequences, given, strict=True):
+        assert script.ids[sequence] == by_whole_model(model, ids, 4)
+    decoder.release()
+
+
+def test_a_sequence_that_leaves_has_only_its_slot_uploaded(
+    compiled: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = Decoder(compiled, 4, 24)
+    if not decoder._replaces:
+        pytest.skip("what steps are given is not replaced here")
+    decoder.begin()
+    script, uploaded = Script(decoder, 4, 24), list[tuple[int, ...]]()
+    upload = ps.Device.upload
+
+    def noted(device: ps.Device, array: Any, **options: Any) -> Any:
+        uploaded.append(array.shape)
+        return upload(device, array, **options)
+
+    prompts = prompts_of([3, 4, 5, 6])
+    for at, tokens in enumerate((9, 3, 9, 6)):
+        wanted = Wanted(tokens, Sampling(temperature=0))
+        script.add(TokenSequence(compiled, at, prompts[at], wanted))
+    while script.scheduler.counts.steps < 2:
+        script.scheduler.advance()
+    monkeypatch.setattr(ps.Device, "upload", noted)
+    while len(script.scheduler.running) > 3:
+        script.scheduler.advance()
+    script.scheduler.advance()
+    assert uploaded == [(4,)], "the slots, once"
+    while script.scheduler.busy:
+        script.scheduler.advance()
+    for prompt, ids in zip(prompts, script.ids.values(), strict=True):
+        assert ids == by_whole_model(compiled, prompt, len(ids))
+    decoder.release()
+
+
 def test_memory_is_exactly_what_was_given(compiled: LanguageModel) -> None:
     device = ps.asarray(0, device=compiled.head_weight.device).device
     page = page_bytes(compiled)
@@ -444,6 +512,32 @@ def test_a_callback_that_fails_ends_nothing(model: LanguageModel, monkeypatch: p
         slow.free()
         assert [len(request.result().ids) for request in requests] == [5, 5]
     assert len(called) == 1
+
+
+def test_a_request_is_freed_at_its_end_although_a_callback_holds_it(model: LanguageModel) -> None:
+    """Nobody waits for Python to look for cycles, which stops all requests of a server."""
+    told: Counter[str | None] = Counter()
+
+    def tell(request: Request, piece: Piece | Exception) -> None:
+        told[piece.finish_reason if isinstance(piece, Piece) else type(piece).__name__] += request.id >= 0
+
+    gc.disable()
+    try:
+        engine = Engine(model, slots=2)
+        requests = [engine.submit([1], 3), engine.submit([2], 10**6), engine.submit([3], 10**6)]
+        for request in requests:
+            request.on_piece(partial(tell, request))
+        requests[1].cancel()
+        requests[0].result()
+        requests[1].result()
+        requests[0].on_piece(partial(tell, requests[0]))  # after its end
+        engine.close()
+        references = [weakref.ref(request) for request in requests]
+        del requests, request
+        assert [reference() for reference in references] == [None] * 3
+    finally:
+        gc.enable()
+    assert (told["length"], told["cancelled"], told["EngineClosed"]) == (2, 1, 1)
 
 
 def test_a_failure_reaches_everybody(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,16 @@ import json
 import weakref
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import model_cases as cases
 import numpy as np
 import pytest
 import tokenizers
+from conftest import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 import penstock as ps
@@ -413,6 +417,25 @@ def test_stop_strings_end_the_text_before_them(talking: LanguageModel) -> None:
     assert [piece.text for piece in pieces] == ["b", "c", "d", "e", "", "", ""], "nothing of a stop is shown"
     unfinished = talking.generate("a", 6, temperature=0, stop=["fabulous"])
     assert (unfinished.text, unfinished.finish_reason) == ("bcdefa", "length")
+
+
+@given(st.text("ab", min_size=1, max_size=12), st.lists(st.text("abc", min_size=1, max_size=4), min_size=1))
+@settings(max_examples=examples(200, 40), deadline=None)
+def test_what_may_be_the_beginning_of_a_stop_string_is_held_back_and_no_more(
+    text: str, stop: list[str]
+) -> None:
+    tokenizer = TextTokenizer(byte_level())
+    model: Any = SimpleNamespace(tokenizer=tokenizer)
+    sequence = TokenSequence(model, 0, [0], Wanted(20, Sampling(), stop=stop))
+    shown = ""
+    for count, token in enumerate(tokenizer.encode(text), 1):
+        shown += sequence.push(token).text
+        known = text[:count]
+        if ends := [known.find(string) for string in stop if string in known]:
+            assert (shown, sequence.finish_reason) == (known[: min(ends)], "stop")
+            return
+        held = [start for start in range(count + 1) if any(s.startswith(known[start:]) for s in stop)]
+        assert (shown, sequence.finish_reason) == (known[: min(held)], None)
 
 
 def test_a_chat_template_makes_the_prompt(tmp_path: Path) -> None:

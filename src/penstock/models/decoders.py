@@ -92,12 +92,12 @@ class Decoder:
         # Up to so many positions, keys are those of every sequence with the same tokens.
         self.steady = min((shape.steady or model.context for shape in self._shapes), default=0)
         # Whether prompts read of their pages what they attend to alone; on CPUs and tensor cores, also when
-        # they start.
+        # they start: so one program takes those that start and those that continue.
         can = self.device.capabilities
         given = [(weight.dtype, shape.head_size, can) for shape in self._shapes]
         self._wide = all(reads_pages(*each) for each in given)
         fused = can.vector_width > 1 or all(on_tensor_cores(*each) for each in given)
-        self._from_pages = self._wide and fused
+        self.from_pages = self._wide and fused
         # Whether what steps are given may be replaced where it lies: if the host shared that memory, it would
         # wait for the last step, and `auto` may have moved it.
         self._replaces = not can.shared_memory and self.device.dispatcher is None
@@ -178,7 +178,7 @@ class Decoder:
         longest = max(count for _, count in parts)
         length = bucket(longest, min(_SHORTEST, self.context), self.context)
         sequences = [sequence for sequence, _ in parts]
-        fresh = not self._from_pages and not any(sequence.computed for sequence in sequences)
+        fresh = not self.from_pages and not any(sequence.computed for sequence in sequences)
         width = self._width(sequences, _WIDE if fresh or self._wide else _TIGHT)
         rows = bucket(len(parts), 1, self.slots)
         wanted = Bucket(rows, length, width, fresh, self._needs_of(sequences))
@@ -228,7 +228,9 @@ class Decoder:
         fits = fits and taken.width >= self._width(sequences, _WIDE) and self._replaces
         if not fits or [each for each in rows if each is not None] != sequences:
             return None
-        for name, array in zip(("slots", "table"), self._token_arrays(taken, rows), strict=True):
+        slots, table = self._token_arrays(taken, rows)
+        table[slots < 0] = self._last["table"][0][slots < 0]  # not read: the table changes with pages alone
+        for name, array in (("slots", slots), ("table", table)):
             last, tensor = self._last[name]
             if not np.array_equal(last, array):
                 self.device.upload(array, into=tensor._node.value)

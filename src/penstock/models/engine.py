@@ -57,7 +57,8 @@ class Request:
     def __init__(self, engine: Engine, id: int, sequence: TokenSequence) -> None:
         self.id, self.prompt_tokens = id, list(sequence.ids)
         self._engine, self._sequence = engine, sequence
-        self._changed, self._waiting = threading.Condition(), 0  # and how many threads wait for it
+        self._lock = threading.RLock()  # whose own methods are faster than those of a condition
+        self._changed, self._waiting = threading.Condition(self._lock), 0  # and how many threads wait for it
         self._pieces: list[Piece] = []
         self._callbacks: list[Callable[[Piece | Exception], None]] = []
         self._completion: Completion | None = None
@@ -110,32 +111,36 @@ class Request:
 
         It is called by the engine's thread, and should return at once. The last piece has a finish_reason.
         """
-        with self._changed:
-            self._callbacks.append(callback)
+        with self._lock:
+            if not self._done:
+                self._callbacks.append(callback)
             for piece in self._pieces:
                 callback(piece)
             if self._error is not None:
                 callback(self._error)
 
     def _add(self, piece: Piece) -> None:
-        with self._changed:
+        with self._lock:
             self._pieces.append(piece)
             self._done = piece.finish_reason is not None
             self._tell(piece)
 
     def _fail(self, error: Exception) -> None:
-        with self._changed:
+        with self._lock:
             self._error, self._done = error, True
             self._tell(error)
 
     def _tell(self, news: Piece | Exception) -> None:
         if self._waiting:
             self._changed.notify_all()
-        for callback in list(self._callbacks):
+        callbacks = self._callbacks
+        if self._done:  # a callback that holds its request would keep both until Python looks for cycles
+            self._callbacks = []
+        for callback in tuple(callbacks):
             try:
                 callback(news)
             except Exception as error:  # which is no reason to end all other requests
-                self._callbacks.remove(callback)
+                callbacks.remove(callback)
                 warnings.warn(
                     f"a callback of request {self.id} failed and is not called again: {error!r}",
                     PenstockWarning,

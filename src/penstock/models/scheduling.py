@@ -188,12 +188,14 @@ class Scheduler:
         """A step with the next part of one prompt or several."""
         parts: list[tuple[TokenSequence, int]] = []
         longest, most = 0, self.most_tokens
+        mixes = self.decoder.from_pages
         for sequence in prompts:
+            if not mixes and (sequence.computed == 0) != (prompts[0].computed == 0):
+                continue  # those that start have programs of their own
             count = min(sequence.target - sequence.computed, most)
             longest = max(longest, count)
             together = bucket(len(parts) + 1, 1, self.decoder.slots) * bucket(longest, 16, 1 << 30)
-            same = not parts or (parts[0][0].computed == 0) == (sequence.computed == 0)
-            if not same or (parts and together > most):
+            if parts and together > most:
                 break
             parts.append((sequence, count))
         step = self.decoder.prompts(parts)

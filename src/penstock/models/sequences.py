@@ -135,9 +135,13 @@ class TokenSequence:
 
 
 def _beginning(text: str, stop: Sequence[str]) -> str:
-    """The longest end of a text that a stop string begins with."""
-    longest = max(map(len, stop), default=0)
-    for length in range(min(longest - 1, len(text)), 0, -1):
-        if any(string.startswith(text[-length:]) for string in stop):
-            return text[-length:]
-    return ""
+    """The longest end of a text that a stop string begins with; not the whole string."""
+    longest = ""
+    for string in stop:
+        end = text[max(len(text) - len(string) + 1, 0) :]
+        at = end.find(string[0])  # at most tokens it is not there, and little was done
+        while at >= 0 and not string.startswith(end[at:]):
+            at = end.find(string[0], at + 1)
+        if 0 <= at < len(end) - len(longest):
+            longest = end[at:]
+    return longest
