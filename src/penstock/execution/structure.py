@@ -121,11 +121,13 @@ class Structure:
 
     @property
     def slices(self) -> list[Node]:
-        """Slices of values, where the graph is computed as it was recorded."""
-        if self._nodes is not self.recorded:
-            return []
-        sliced = (node for node in self._pending if node.primitive is SLICE)
-        return [node for node in sliced if node.inputs[0].value is not None]
+        """The slices, apart from those in calls."""
+        return [node for node in self._pending if node.primitive is SLICE]
+
+    @property
+    def computed(self) -> Sequence[Node]:
+        """What is wanted, as the target computes it, with calls."""
+        return self._nodes
 
     @cached_property
     def bounds(self) -> list[Bound]:
