@@ -134,7 +134,8 @@ class ExecutableCache:
             if on_host is None or on_host.largest > _MOST_IN_PLACE:
                 self.singles[key] = program.runner
             else:
-                self.singles[key] = InPlace(on_host, program.runner, self._launch_seconds(on_host)).run
+                seconds, driver = self._launch_seconds(on_host), self._device.driver
+                self.singles[key] = InPlace(on_host, program.runner, seconds, driver).run
 
     def _may_be_outgrown(self, program: HostProgram) -> bool:
         """Whether a kernel is better once an expression has come often."""

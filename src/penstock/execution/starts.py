@@ -1,13 +1,13 @@
 """Slices whose starts differ from one run of an expression to the next, as in a loop over rows.
 
-The first expressions get programs of their own, which read slices as views. For later ones that differ only
-in where slices start, the starts that differ become arguments (`slice_at`), and one program serves them all.
+The first expression gets a program of its own, which reads slices as views. For others that differ only in
+where slices start, the starts that differ become arguments (`slice_at`), and one program serves all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.drivers.driver import Capabilities
@@ -19,7 +19,6 @@ from penstock.graph.node import Kind, Node, topological
 from penstock.graph.shaping import SLICE, slice_at
 from penstock.lru import LRU, Key
 
-_MOST_WRITTEN_OUT = 2  # expressions that get programs of their own
 _MAX_FAMILIES = 1024
 _MOST_ITEMS = 1 << 31
 _MOVES = {Kind.ELEMENTWISE, Kind.VIEW, Kind.CREATION, Kind.MOVE, Kind.GATHER, Kind.IDENTITY}
@@ -31,12 +30,12 @@ class _Family:
     """Expressions that differ in where slices start."""
 
     keeps_bits: bool  # whether they give the same bits if starts are arguments
-    known: list[tuple[int, ...]] = field(default_factory=list)  # the starts of those with their own programs
+    first: tuple[int, ...]  # the starts of that with a program of its own
     differing: frozenset[int] = frozenset()  # which starts are arguments
 
     def covers(self, starts: tuple[int, ...]) -> bool:
         """Whether the starts that are no arguments are as usual."""
-        pairs = enumerate(zip(starts, self.known[0], strict=True))
+        pairs = enumerate(zip(starts, self.first, strict=True))
         return all(start == usual or at in self.differing for at, (start, usual) in pairs)
 
 
@@ -57,7 +56,7 @@ class Starts:
             return None
         slices = [part for part in topological([node]) if part.primitive is SLICE and part.value is None]
         starts = _starts_of(slices)
-        if starts in family.known or not family.covers(starts):
+        if starts == family.first or not family.covers(starts):
             return None
         return _with_arguments([node], slices, family.differing)[0]
 
@@ -71,17 +70,13 @@ class Starts:
             return None
         parts, ends = structure.key.parts
         kind = Key((tuple(map(_without_starts, parts)), ends))
-        family = self._families.use(kind)
+        family, starts = self._families.use(kind), _starts_of(slices)
         if family is None:
-            family = self._families[kind] = _Family(self._keeps_bits(structure, slices))
-        starts = _starts_of(slices)
-        if not family.keeps_bits or starts in family.known:
+            family = self._families[kind] = _Family(self._keeps_bits(structure, slices), starts)
+        if not family.keeps_bits or starts == family.first:
             return None
-        if len(family.known) < _MOST_WRITTEN_OUT:
-            family.known.append(starts)
-            return None
-        columns = enumerate(zip(*family.known, starts, strict=True))
-        family.differing |= {at for at, column in columns if len({*column}) > 1}
+        pairs = enumerate(zip(starts, family.first, strict=True))
+        family.differing |= {at for at, (start, usual) in pairs if start != usual}
         if isinstance(key, tuple):
             self._of_singles[_key_without_starts(key)] = family
         return _with_arguments(structure.computed, slices, family.differing)

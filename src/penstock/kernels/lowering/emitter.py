@@ -477,16 +477,14 @@ class Emitter:
 
     def _slice_at(self, node: Node, coords: Coords) -> Value:
         source, *starts = node.inputs
-        slices, least = node.attributes["slices"], [ZERO for _ in coords]
+        slices, least = node.attributes["slices"], [ZERO] * node.ndim
         for given, axis in zip(starts, node.attributes["axes"], strict=True):
             _, count, step = slices[axis]
             start, reach = self.value(given, ()), (count - 1) * step
             moved = self.integer(start.var, start.depth, source.shape[axis] - abs(reach))
             least[axis] = moved + Index((), max(-reach, 0))
-        parts = zip(coords, slices, least, strict=True)
-        return self.value(
-            source, tuple(i * step + Index((), first) + at for i, (first, _, step), at in parts)
-        )
+        moved = [at * n + Index((), start) for at, (start, _, n) in zip(coords, slices, strict=True)]
+        return self.value(source, tuple(map(Index.__add__, moved, least)))
 
 
 # Primitives that are not elementwise: how an item of each is computed.
