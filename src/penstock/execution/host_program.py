@@ -209,8 +209,8 @@ def _last_uses(nodes: Sequence[Node], wanted: Collection[Node]) -> dict[Node, li
 class InPlace:
     """A program of kernels, or NumPy where the device is done with the inputs and it takes less time.
 
-    Both give the same bits. A launch takes less time once its kernel is compiled for the calling thread, which
-    drivers may do where there is little to do. So it is tried now and then, until it takes less than NumPy.
+    Both give the same bits. A launch takes less time once its kernel is compiled for the calling thread, as
+    some drivers do if it has little to do. So it is tried now and then, until it takes less time than NumPy.
     """
 
     def __init__(
