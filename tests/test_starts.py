@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from conftest import DRIVERS
 
 import penstock as ps
 from penstock import Device
+from penstock.config import Settings
 from penstock.execution.executable import Executable
 from penstock.execution.host_program import HostProgram
 
@@ -76,6 +78,21 @@ def test_a_jitted_function_gives_the_same_bits(device: Device, name: str) -> Non
         single = ps.tanh(expression(*tensors, i)).numpy()
         jitted = ps.jit(lambda x, y, i=i: ps.tanh(expression(x, y, i)))(*tensors).numpy()
         assert single.tobytes() == jitted.tobytes()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+@pytest.mark.parametrize("kind", sorted({*DRIVERS} & {"opencl-svm", "webgpu"}))
+def test_the_same_slice_is_taken_again_with_other_numbers(kind: str, dtype: type) -> None:
+    """A number is an argument too, and may have the bits of a start."""
+    device = Device.over(DRIVERS[kind](), Settings(compile_ahead=False))
+    array = np.arange(90 * 71).reshape(90, 71).astype(dtype)
+    x = ps.asarray(array, device=device)
+    for i in range(1, 7):
+        for number in map(type(array.item(0)), (3, i, i, 7, 5, i, 9, 3)):
+            rows, column = (x[i : i + 3] * number).realize(), (x[:, i] + number).realize()
+            np.testing.assert_array_equal(rows.numpy(), array[i : i + 3] * number)
+            np.testing.assert_array_equal(column.numpy(), array[:, i] + number)
+    device.close()
 
 
 @pytest.mark.parametrize("name", ["rows by a matrix", "columns by a matrix", "sum", "sum of rows"])

@@ -81,13 +81,15 @@ def realize(
             node = nodes[0]
             if node.value is not None or shared(node, device):
                 return
-            alone, run = _small(node, device) if device.runs_programs else (None, None)
+            alone, run, is_moved = _small(node, device) if device.runs_programs else (None, None, False)
             if alone is not None:
                 _, inputs, given, constants = alone
                 if run is not None:
                     numbers = constant_values(tuple(constants)) if constants else ()
-                    if node.like is not None and [*node.like.values(node)] == [*given]:
-                        node.like.run, node.like.numbers = run, numbers
+                    like = node.like
+                    alike = like is not None and [*like.values(node)] == [*given]
+                    if alike and (like.number_at is None or not is_moved):  # else it takes more than a number
+                        like.run, like.numbers = run, numbers
                     try:
                         (value,) = run(inputs, numbers)
                     except OutOfDeviceMemory:  # below, it is planned for what is left
@@ -124,18 +126,18 @@ def realize(
             structure.watch(buffers[len(wanted) :], device)
 
 
-def _small(node: Node, device: Device) -> tuple[Single | None, RunProgram | None]:
-    """A node as a small expression, with starts of slices as arguments if that has run; and what ran it."""
+def _small(node: Node, device: Device) -> tuple[Single | None, RunProgram | None, bool]:
+    """A node as a small expression, what ran it, and whether that takes starts of slices as arguments."""
     alone = single(node)
     if alone is None:
-        return None, None
+        return None, None, False
     own = device.executables or executables(device)
     run = own.singles.get(alone[0])
     moved = own.starts.again(alone[0], node) if run is None else None
     other = None if moved is None else single(moved)
     if other is not None and other[0] in own.singles:
-        return other, own.singles[other[0]]
-    return alone, run
+        return other, own.singles[other[0]], True
+    return alone, run, False
 
 
 def compute(node: Node, device: Device) -> None:
