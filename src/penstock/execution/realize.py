@@ -87,8 +87,9 @@ def realize(
                 if run is not None:
                     numbers = constant_values(tuple(constants)) if constants else ()
                     like = node.like
-                    alike = like is not None and [*like.values(node)] == [*given]
-                    if alike and (like.number_at is None or not is_moved):  # else it takes more than a number
+                    if is_moved and like is not None and like.number_at is not None:
+                        like = None  # it takes more than the number
+                    if like is not None and [*like.values(node)] == [*given]:
                         like.run, like.numbers = run, numbers
                     try:
                         (value,) = run(inputs, numbers)

@@ -17,7 +17,7 @@ from penstock.graph.dtypes import int32
 from penstock.graph.elementwise import full
 from penstock.graph.node import Kind, Node, topological
 from penstock.graph.shaping import SLICE, slice_at
-from penstock.lru import LRU, Key
+from penstock.lru import LRU
 
 _MAX_FAMILIES = 1024
 _MOST_ITEMS = 1 << 31
@@ -68,8 +68,7 @@ class Starts:
         slices = structure.slices
         if not slices:
             return None
-        parts, ends = structure.key.parts
-        kind = Key((tuple(map(_without_starts, parts)), ends))
+        kind = structure.key_with(_without_starts)
         family, starts = self._families.use(kind), _starts_of(slices)
         if family is None:
             family = self._families[kind] = _Family(self._keeps_bits(structure, slices), starts)

@@ -476,15 +476,14 @@ class Emitter:
         return self.value(source, (row, *coords[index.ndim :]))
 
     def _slice_at(self, node: Node, coords: Coords) -> Value:
-        source, *starts = node.inputs
-        slices, least = node.attributes["slices"], [ZERO] * node.ndim
+        (source, *starts), slices = node.inputs, node.attributes["slices"]
+        moved = [at * n + Index((), start) for at, (start, _, n) in zip(coords, slices, strict=True)]
         for given, axis in zip(starts, node.attributes["axes"], strict=True):
             _, count, step = slices[axis]
             start, reach = self.value(given, ()), (count - 1) * step
-            moved = self.integer(start.var, start.depth, source.shape[axis] - abs(reach))
-            least[axis] = moved + Index((), max(-reach, 0))
-        moved = [at * n + Index((), start) for at, (start, _, n) in zip(coords, slices, strict=True)]
-        return self.value(source, tuple(map(Index.__add__, moved, least)))
+            first = self.integer(start.var, start.depth, source.shape[axis] - abs(reach))
+            moved[axis] += first + Index((), max(-reach, 0))
+        return self.value(source, tuple(moved))
 
 
 # Primitives that are not elementwise: how an item of each is computed.
