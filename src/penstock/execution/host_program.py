@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from penstock.execution.launched import RunProgram
 
 _FEW_ITEMS = 256  # of a value that is kept for the next run
-_TRIALS = 8  # runs of an expression that has kernels, by NumPy and by them; the least time of NumPy's counts
+_TRIALS = (
+    8  # runs by NumPy of an expression that has kernels, the least time of which counts; and quick launches
+)
 _OFTEN = 80  # launches, after which the driver compiles for the calling thread what has little to do
 _BETWEEN_LAUNCHES = 64  # runs by NumPy, once there were so many
 _QUIET = copy_context()  # in which NumPy does not warn; to enter a copy takes less time than `np.errstate`
@@ -221,7 +223,7 @@ class InPlace:
         self._driver = driver
         self._trials = _TRIALS  # of NumPy
         self._seconds = inf  # the least time that it took
-        self._launches = 0  # launches that were tried
+        self._launches = self._quick_launches = 0  # those that were tried
         self._until_next = 0  # runs by NumPy before the next
         self._launches_only = self._tries_launches = False
 
@@ -248,12 +250,13 @@ class InPlace:
         return results
 
     def _try_launch(self, inputs: Sequence[Buffer], numbers: Sequence[Any]) -> list[Buffer]:
-        """A launch, which is preferred from now on if it is done in less time than NumPy took."""
+        """A launch; they are preferred once several were done in less time than NumPy ever took."""
         start = perf_counter()
         results = self._launch(inputs, numbers)
         seconds, event = perf_counter() - start, results[0].usage.event
-        if seconds < self._seconds and event is not None:
-            self._launches_only = self._driver.is_done(event)
+        if seconds < self._seconds and event is not None and self._driver.is_done(event):
+            self._quick_launches += 1
+            self._launches_only = self._quick_launches == _TRIALS
         self._launches += 1
         self._until_next = _BETWEEN_LAUNCHES if self._launches >= _OFTEN else 1
         return results
