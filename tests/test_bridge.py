@@ -437,7 +437,7 @@ def test_numpy_stands_in_for_a_kernel_where_it_takes_less_time(
     assert len(results) == 1
 
 
-@pytest.mark.parametrize("inline_after", [100, 1000])
+@pytest.mark.parametrize("inline_after", [60, 200])
 def test_a_launch_is_preferred_once_the_calling_thread_runs_it(
     inline_after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -462,7 +462,7 @@ def test_a_launch_is_preferred_once_the_calling_thread_runs_it(
     run = host_program.InPlace(cast(Any, program), launch, 20e-6, cast(Any, driver)).run
     for _ in range(100 * inline_after):
         run((), ())
-    assert by_numpy[0] < 66 * (inline_after + host_program._TRIALS)
+    assert by_numpy[0] < (inline_after + host_program._TRIALS) ** 2
     by_numpy[0] = 0
     for _ in range(100):
         run((), ())

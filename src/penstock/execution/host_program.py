@@ -29,7 +29,6 @@ _TRIALS = (
     8  # runs by NumPy of an expression that has kernels, the least time of which counts; and quick launches
 )
 _OFTEN = 80  # launches, after which the driver compiles for the calling thread what has little to do
-_BETWEEN_LAUNCHES = 64  # runs by NumPy, once there were so many
 _QUIET = copy_context()  # in which NumPy does not warn; to enter a copy takes less time than `np.errstate`
 _QUIET.run(np.seterr, all="ignore")
 
@@ -258,7 +257,7 @@ class InPlace:
             self._quick_launches += 1
             self._launches_only = self._quick_launches == _TRIALS
         self._launches += 1
-        self._until_next = _BETWEEN_LAUNCHES if self._launches >= _OFTEN else 1
+        self._until_next = max(self._launches - _OFTEN, 1)  # ever more
         return results
 
 
