@@ -75,8 +75,8 @@ def _loose(item: str, width: int, size: int) -> str:
 _VECTORS = "".join(_loose(item, 8, size) for item, size in _ITEM_BYTES.items())
 _VECTORS += f"#ifdef cl_khr_fp64\n{_loose('double', 8, 8)}#endif\n"
 _VECTORS_OF_16 = {f"loose_{item}16": _loose(item, 16, size) for item, size in _ITEM_BYTES.items() if size < 4}
-# Of `a != a ? a : a > b ? a : b`, LLVM makes two comparisons and a choice, which takes twice as long where
-# results are compared next. The instruction of x86 is `a > b ? a : b` for all values, and LLVM leaves it alone.
+# Of `a != a ? a : a > b ? a : b`, LLVM makes two comparisons and a choice: that takes twice as long where
+# results are compared next. The instruction of x86 is `a > b ? a : b` for all values. LLVM leaves it alone.
 _EXTREMES = """
 #ifdef __AVX__
 #define larger_8(a, b) __builtin_ia32_maxps256(a, b)
