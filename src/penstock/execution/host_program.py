@@ -28,6 +28,7 @@ _FEW_ITEMS = 256  # of a value that is kept for the next run
 _TRIALS = (
     8  # runs by NumPy of an expression that has kernels, the least time of which counts; and quick launches
 )
+_MORE_TRIALS, _FAR = 64, 4.0  # if it took longer than a launch, but not by this factor
 _OFTEN = 80  # launches, after which the driver compiles for the calling thread what has little to do
 _QUIET = copy_context()  # in which NumPy does not warn; to enter a copy takes less time than `np.errstate`
 _QUIET.run(np.seterr, all="ignore")
@@ -220,7 +221,7 @@ class InPlace:
         """`launch_seconds`: what a launch takes, beside its work, that other threads run."""
         self._on_host, self._launch, self._launch_seconds = on_host, launch, launch_seconds
         self._driver = driver
-        self._trials = _TRIALS  # of NumPy
+        self._trials, self._more_trials = _TRIALS, _MORE_TRIALS  # of NumPy
         self._seconds = inf  # the least time that it took
         self._launches = self._quick_launches = 0  # those that were tried
         self._until_next = 0  # runs by NumPy before the next
@@ -242,11 +243,17 @@ class InPlace:
         if self._trials:
             self._trials -= 1
             if not self._trials:
-                self._launches_only = self._seconds >= self._launch_seconds
-                self._tries_launches = (
-                    self._seconds > self._driver.launch_seconds / 2
-                )  # else none is as quick
+                self._decide()
         return results
+
+    def _decide(self) -> None:
+        """Choose after the trials of NumPy; after some more if the machine may have been busy."""
+        if self._launch_seconds <= self._seconds < _FAR * self._launch_seconds:
+            self._trials, self._more_trials = self._more_trials, 0
+        if not self._trials:
+            self._launches_only = self._seconds >= self._launch_seconds
+            # If NumPy takes still less time, no launch is as quick.
+            self._tries_launches = self._seconds > self._driver.launch_seconds / 2
 
     def _try_launch(self, inputs: Sequence[Buffer], numbers: Sequence[Any]) -> list[Buffer]:
         """A launch; they are preferred once several were done in less time than NumPy ever took."""
