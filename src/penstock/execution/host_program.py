@@ -28,6 +28,7 @@ _FEW_ITEMS = 256  # of a value that is kept for the next run
 _TRIALS = (
     8  # runs by NumPy of an expression that has kernels, the least time of which counts; and quick launches
 )
+_MOST_BETWEEN = 1 << 12  # runs by NumPy between launches that are tried
 _MORE_TRIALS, _FAR = 64, 4.0  # if it took longer than a launch, but not by this factor
 _OFTEN = 80  # launches, after which the driver compiles for the calling thread what has little to do
 _QUIET = copy_context()  # in which NumPy does not warn; to enter a copy takes less time than `np.errstate`
@@ -224,7 +225,7 @@ class InPlace:
         self._trials, self._more_trials = _TRIALS, _MORE_TRIALS  # of NumPy
         self._seconds = inf  # the least time that it took
         self._launches = self._quick_launches = 0  # those that were tried
-        self._until_next = 0  # runs by NumPy before the next
+        self._between, self._until_next = 1, 0  # runs by NumPy between launches, and before the next
         self._launches_only = self._tries_launches = False
 
     def run(self, inputs: Sequence[Buffer], numbers: Sequence[Any]) -> list[Buffer]:
@@ -239,7 +240,9 @@ class InPlace:
         results = self._on_host.run_in_place(inputs, numbers)
         if results is None:
             return self._launch(inputs, numbers)
-        self._seconds = min(self._seconds, perf_counter() - start)
+        seconds = perf_counter() - start
+        if seconds < self._seconds:
+            self._seconds = seconds
         if self._trials:
             self._trials -= 1
             if not self._trials:
@@ -260,11 +263,14 @@ class InPlace:
         start = perf_counter()
         results = self._launch(inputs, numbers)
         seconds, event = perf_counter() - start, results[0].usage.event
+        self._launches += 1
         if seconds < self._seconds and event is not None and self._driver.is_done(event):
             self._quick_launches += 1
             self._launches_only = self._quick_launches == _TRIALS
-        self._launches += 1
-        self._until_next = max(self._launches - _OFTEN, 1)  # ever more
+            self._between = 1
+        elif self._launches > _OFTEN:
+            self._between = min(2 * self._between, _MOST_BETWEEN)
+        self._until_next = self._between
         return results
 
 
