@@ -11,7 +11,8 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -377,14 +378,14 @@ def test_others_use_the_device_while_numpy_async_compiles(monkeypatch: pytest.Mo
     device.close()
 
 
-def test_all_rows_of_a_matrix_are_computed_by_one_program(device: Device) -> None:
+def test_all_rows_of_a_matrix_but_the_first_are_computed_by_one_program(device: Device) -> None:
     x = ps.asarray(values(50, 64), device=device)
     rows = ps.jit(lambda x: ps.sum(ps.exp(x), axis=1))(x).numpy()
     for _ in range(2):
         result = [ps.sum(ps.exp(x[row])).item() for row in range(50)]
         np.testing.assert_array_equal(result, rows)
     own = executables(device)
-    assert len(own._programs) + len(own._bridges) == 1
+    assert len(own._programs) + len(own._bridges) == 2
 
 
 def test_several_small_operations_that_come_often_get_a_kernel(device: Device) -> None:
@@ -434,6 +435,56 @@ def test_numpy_stands_in_for_a_kernel_where_it_takes_less_time(
     has_both()
     assert counted.launches == launches
     assert len(results) == 1
+
+
+@pytest.mark.parametrize("inline_after", [60, 90])
+def test_a_launch_is_preferred_once_the_calling_thread_runs_it(
+    inline_after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a kernel that takes half as long as NumPy, but twice as long while threads run it."""
+    clock, launches, by_numpy = 0.0, [0], [0]
+    monkeypatch.setattr(host_program, "perf_counter", lambda: clock)
+    result = SimpleNamespace(usage=SimpleNamespace(event=object()))
+
+    def on_host(inputs: Any, numbers: Any) -> list[Any]:
+        nonlocal clock
+        clock, by_numpy[0] = clock + 10e-6, by_numpy[0] + 1
+        return [result]
+
+    def launch(inputs: Any, numbers: Any) -> list[Any]:
+        nonlocal clock
+        launches[0] += 1
+        clock += 5e-6 if launches[0] > inline_after else 20e-6
+        return [result]
+
+    driver = SimpleNamespace(launch_seconds=8e-6, is_done=lambda event: launches[0] > inline_after)
+    program = SimpleNamespace(run_in_place=on_host)
+    run = host_program.InPlace(cast(Any, program), launch, 20e-6, cast(Any, driver)).run
+    for _ in range(5000):
+        run((), ())
+    by_numpy[0] = 0
+    for _ in range(100):
+        run((), ())
+    assert not by_numpy[0]
+
+
+def test_numpy_is_not_given_up_on_a_machine_that_is_busy_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, by_numpy = 0.0, 0
+    monkeypatch.setattr(host_program, "perf_counter", lambda: clock)
+    result = SimpleNamespace(usage=SimpleNamespace(event=object()))
+
+    def on_host(inputs: Any, numbers: Any) -> list[Any]:
+        nonlocal clock, by_numpy
+        by_numpy += 1
+        clock += 30e-6 if by_numpy < 20 else 3e-6
+        return [result]
+
+    driver = cast(Any, SimpleNamespace(launch_seconds=8e-6))
+    program = cast(Any, SimpleNamespace(run_in_place=on_host))
+    run = host_program.InPlace(program, lambda inputs, numbers: [], 20e-6, driver).run
+    for _ in range(200):
+        run((), ())
+    assert by_numpy == 200
 
 
 @pytest.mark.parametrize("kind", sorted({*DRIVERS} & {"opencl-svm", "host", "host-late"}))

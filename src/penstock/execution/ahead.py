@@ -26,11 +26,11 @@ from penstock.graph import elementwise as ops
 from penstock.graph import random
 from penstock.graph.contraction import gather, matmul
 from penstock.graph.dtypes import bool_, float16, float32, int32, int64
-from penstock.graph.elementwise import PRIMITIVES, cast, like
+from penstock.graph.elementwise import PRIMITIVES, cast, full, like
 from penstock.graph.node import DType, Node, Shape, placeholder, topological
 from penstock.graph.reducing import argmax, expand, max_, min_, prod, sum_
 from penstock.graph.reference import constant_key
-from penstock.graph.shaping import concat, permute, slice_
+from penstock.graph.shaping import concat, permute, slice_, slice_at
 from penstock.kernels.cache import KernelCache
 from penstock.kernels.source import KernelSource, digest
 from penstock.runtime import Device
@@ -93,6 +93,8 @@ def operations(rows: int, columns: int) -> Iterator[Node]:
     yield slice_(x, ((0, 1, 1), (0, columns, 1)))
     yield slice_(x, ((3, 1, 1), (0, columns, 1)))
     yield slice_(x, ((2, rows - 5, 1), (1, columns - 4, 1)))
+    yield slice_at(x, [full((), int32, 3)], ((0, 1, 1), (0, columns, 1)), (0,))
+    yield slice_at(x, [full((), int32, 3)], ((0, rows, 1), (0, 1, 1)), (1,))
     yield concat([x, y], 0)
     yield concat([x, y], 1)
     yield gather(x, array((rows + 1,), int64))

@@ -28,7 +28,8 @@ from penstock.execution.launched import RunProgram
 from penstock.execution.memory_plan import MemoryPlan
 from penstock.execution.sharing import source
 from penstock.execution.sources import kernel_sources
-from penstock.execution.structure import MIN_ITEMS, Structure
+from penstock.execution.starts import Starts
+from penstock.execution.structure import Structure
 from penstock.fusion.groups import Group
 from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.node import Node
@@ -47,7 +48,6 @@ _MAX_BRIDGES = 64
 _OFTEN = 8  # runs by NumPy after which several operations are worth a kernel
 _MOST_IN_PLACE = 1 << 18  # items; NumPy takes longer than a launch for more
 _SHARE_OF_FREE = 4  # a quarter: single operations store intermediate values, fused kernels do not
-_MAX_SLICED = 8  # times that slices of an expression are taken first
 _MAX_OPERATIONS = 256  # for single operations: more take as long to schedule as to compile
 
 _PAUSE_SECONDS = 1e-4  # after each kernel of a plan in a thread: others would wait 5 ms for Python's lock
@@ -84,7 +84,7 @@ class ExecutableCache:
         self._bridges = LRU[Hashable, _Bridge](_MAX_BRIDGES)
         self._schedules = LRU[Hashable, Schedule](_MAX_BRIDGES)  # of programs whose kernels are compiled
         self._host_programs = LRU[Hashable, HostProgram](_MAX_HOST_PROGRAMS)
-        self._sliced = LRU[Hashable, int](_MAX_HOST_PROGRAMS)  # how often `slices_first` saw an expression
+        self.starts = Starts(device.capabilities)
         # What runs small expressions. It drops the oldest: to note each use would slow all of them down.
         self.singles = LRU[Hashable, RunProgram](_MAX_PROGRAMS)
         self.build_seconds = 0.0  # in all
@@ -117,21 +117,9 @@ class ExecutableCache:
         """Whether computing it now would first build a program."""
         return structure.key not in self._programs and not self.waits_for_no_compiler(structure)
 
-    def slices_first(self, structure: Structure) -> list[Node]:
-        """Slices that NumPy takes from values first, the first few times that a small expression is seen.
-
-        So all rows of a matrix, one after the other, are computed by one program. On CPUs only, where bits do
-        not depend on it.
-        """
-        if self._forced or self._device.capabilities.contracts or self.seen(structure):
-            return []  # before anything that walks the graph: this is asked at every realisation
-        times = self._sliced.use(structure.key) or 0
-        if times == _MAX_SLICED or structure.far or structure.largest >= MIN_ITEMS:
-            return []
-        if structure.small(seen=False):
-            return []
-        self._sliced[structure.key] = times + 1
-        return structure.slices
+    def moved(self, structure: Structure, key: Hashable | None) -> list[Node] | None:
+        """What computes an expression that is new only in where its slices start; see `Starts.moved`."""
+        return None if self.seen(structure) else self.starts.moved(structure, key)
 
     def keep_single(self, key: Hashable, structure: Structure, program: Executable | HostProgram) -> None:
         """Remember the program of a small expression, unless it is temporary, or was planned for a limit.
@@ -146,7 +134,8 @@ class ExecutableCache:
             if on_host is None or on_host.largest > _MOST_IN_PLACE:
                 self.singles[key] = program.runner
             else:
-                self.singles[key] = InPlace(on_host, program.runner, self._launch_seconds(on_host)).run
+                seconds, driver = self._launch_seconds(on_host), self._device.driver
+                self.singles[key] = InPlace(on_host, program.runner, seconds, driver).run
 
     def _may_be_outgrown(self, program: HostProgram) -> bool:
         """Whether a kernel is better once an expression has come often."""

@@ -12,7 +12,7 @@ from penstock.errors import OutOfDeviceMemory
 from penstock.execution.host_program import HostProgram, names
 from penstock.execution.hosting import send
 from penstock.execution.sharing import shared, source
-from penstock.execution.single import is_all_of, single
+from penstock.execution.single import Single, is_all_of, single
 from penstock.execution.structure import MIN_ITEMS, Structure
 from penstock.graph.node import Node, topological
 from penstock.graph.reference import constant_values, numbers_of
@@ -24,6 +24,7 @@ from penstock.stream.recorder import Run
 if TYPE_CHECKING:
     from penstock.execution.cache import ExecutableCache
     from penstock.execution.executable import Executable
+    from penstock.execution.launched import RunProgram
 
 
 _value = attrgetter("value")
@@ -87,16 +88,17 @@ def _realize(
         node = nodes[0]
         if node.value is not None or shared(node, device):
             return
-        alone = single(node) if device.runs_programs else None
+        alone, run, is_moved = _small(node, device) if device.runs_programs else (None, None, False)
         if alone is not None:
-            key, inputs, given, constants = alone
-            run = (device.executables or executables(device)).singles.get(key)
+            _, inputs, given, constants = alone
             if run is not None:
-                numbers = constant_values(tuple(constants)) if constants else ()
-                if node.like is not None and [*node.like.values(node)] == [*given]:
-                    node.like.run = run
-                    if node.like.number_at is None:
-                        node.like.numbers = numbers
+                numbers, like = constant_values(tuple(constants)) if constants else (), node.like
+                if is_moved and like is not None and like.number_at is not None:
+                    like = None  # it takes more than the number
+                if like is not None and [*like.values(node)] == [*given]:
+                    like.run = run
+                    if like.number_at is None:
+                        like.numbers = numbers
                 try:
                     (value,) = run(inputs, numbers)
                 except OutOfDeviceMemory:  # below, it is planned for what is left
@@ -112,10 +114,10 @@ def _realize(
             return
     structure = Structure(wanted, device.capabilities)
     if not repeated and device.dispatcher is None:
-        slices = executables(device).slices_first(structure)
-        if slices and slices != wanted:
-            _realize(slices, device)
-            structure = Structure(wanted, device.capabilities)
+        moved = executables(device).moved(structure, None if alone is None else alone[0])
+        if moved is not None:
+            structure = Structure(moved, device.capabilities)
+            alone = None if alone is None else single(moved[0])
     run_all = _told if device.stream.recorders else _computed
     if replaced is None or device.dispatcher is not None:
         buffers, program = run_all(structure, device, repeated, None)
@@ -131,6 +133,20 @@ def _realize(
         executables(device).keep_single(alone[0], structure, program)
     if structure.unchecked:
         structure.watch(buffers[len(wanted) :], device)
+
+
+def _small(node: Node, device: Device) -> tuple[Single | None, RunProgram | None, bool]:
+    """A node as a small expression, what ran it, and whether that takes starts of slices as arguments."""
+    alone = single(node)
+    if alone is None:
+        return None, None, False
+    own = device.executables or executables(device)
+    run = own.singles.get(alone[0])
+    moved = own.starts.again(alone[0], node) if run is None else None
+    other = None if moved is None else single(moved)
+    if other is not None and other[0] in own.singles:
+        return other, own.singles[other[0]], True
+    return alone, run, False
 
 
 def compute(node: Node, device: Device) -> None:

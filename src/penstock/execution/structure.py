@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -48,6 +48,7 @@ class Structure:
         ends: tuple[int | None, ...] = tuple([position[node] for node in wanted])
         if self.unchecked:
             ends += (None, *(position[node] for node in self.unchecked))
+        self._ends = ends
         self.key = Key((tuple(self._parts), ends))
 
     def _walk(self, wanted: Sequence[Node], target: Capabilities | None) -> bool:
@@ -121,11 +122,17 @@ class Structure:
 
     @property
     def slices(self) -> list[Node]:
-        """Slices of values, where the graph is computed as it was recorded."""
-        if self._nodes is not self.recorded:
-            return []
-        sliced = (node for node in self._pending if node.primitive is SLICE)
-        return [node for node in sliced if node.inputs[0].value is not None]
+        """The slices, apart from those in calls."""
+        return [node for node in self._pending if node.primitive is SLICE]
+
+    def key_with(self, change: Callable[[tuple[Any, ...]], Any]) -> Key:
+        """The key with other parts: the same for structures that differ in what `change` drops."""
+        return Key((tuple(map(change, self._parts)), self._ends))
+
+    @property
+    def computed(self) -> Sequence[Node]:
+        """What is wanted, as the target computes it, with calls."""
+        return self._nodes
 
     @cached_property
     def bounds(self) -> list[Bound]:

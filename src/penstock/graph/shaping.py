@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
 from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape
+
+Axes = tuple[int, ...]
 
 
 def _reshape_shape(x: Node, *, shape: Shape) -> tuple[Shape, DType]:
@@ -26,6 +29,20 @@ def _indices(slices: tuple[tuple[int, int, int], ...]) -> tuple[slice, ...]:
         slice(start, end if (end := start + count * step) >= 0 else None, step) if count else slice(0, 0)
         for start, count, step in slices
     )
+
+
+def _slice_at_reference(
+    x: Array, *starts: Array, slices: tuple[tuple[int, int, int], ...], axes: Axes, out: Array | None = None
+) -> Array:
+    known = list(slices)
+    for least, axis in zip(starts, axes, strict=True):
+        _, count, step = slices[axis]
+        known[axis] = int(least) - min((count - 1) * step, 0), count, step
+    part = x[_indices(tuple(known))]
+    if out is None:
+        return part
+    np.copyto(out, part)
+    return out
 
 
 def _pad_reference(x: Array, slices: tuple[tuple[int, int, int], ...], shape: Shape) -> Array:
@@ -55,6 +72,14 @@ def slice_axis(x: Node, axis: int, start: int, count: int, step: int = 1) -> Nod
     slices = [(0, length, 1) for length in x.shape]
     slices[axis] = (start, count, step)
     return slice_(x, tuple(slices))
+
+
+def slice_at(x: Node, starts: Sequence[Node], slices: tuple[tuple[int, int, int], ...], axes: Axes) -> Node:
+    """A slice whose least indices along some axes are known only when it runs: integers, one for each axis.
+
+    The host has checked that they are in range. The starts of these axes in `slices` are 0.
+    """
+    return Node(SLICE_AT, (x, *starts), {"slices": slices, "axes": axes})
 
 
 def pad(x: Node, slices: tuple[tuple[int, int, int], ...], shape: Shape) -> Node:
@@ -101,6 +126,15 @@ SLICE = Primitive(
     lambda x, slices: (tuple([count for _, count, _ in slices]), x.dtype),
     lambda x, slices: x[_indices(slices)],
     lambda g, n: (pad(g, n.attributes["slices"], n.inputs[0].shape),),
+)
+# No view: what is computed from it does not depend on where it starts. It is made of slices when a program is
+# chosen, so it needs no gradient.
+SLICE_AT = Primitive(
+    "slice_at",
+    Kind.MOVE,
+    lambda x, *starts, slices, axes: (tuple([count for _, count, _ in slices]), x.dtype),
+    _slice_at_reference,
+    takes_out=True,
 )
 PAD = Primitive(
     "pad",

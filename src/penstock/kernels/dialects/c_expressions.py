@@ -45,6 +45,8 @@ _FLOAT_SCALAR = {
 }
 _FLOAT_VECTOR = {
     **_FLOAT,
+    "maximum": "({0} != {0} ? {0} : larger_{width}({0}, {1}))",
+    "minimum": "({0} != {0} ? {0} : smaller_{width}({0}, {1}))",
     **{name: f"{name}_8({{0}})" for name in ("exp", "tanh", "sin", "cos", "tan")},
     "abs": "as_{T}(as_int{width}({0}) & 0x7fffffff)",
     "sign": "({0} > 0 ? ({T})(1) : {0} < 0 ? ({T})(-1) : {0} != {0} ? {0} : ({T})(0))",

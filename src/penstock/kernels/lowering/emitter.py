@@ -15,7 +15,7 @@ from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.elementwise import CAST, FULL
 from penstock.graph.node import Kind, Node, Primitive
 from penstock.graph.random import RANDOM_BITS
-from penstock.graph.shaping import CONCAT, PAD
+from penstock.graph.shaping import CONCAT, PAD, SLICE_AT
 from penstock.kernels import ir
 from penstock.kernels.dialects.c_expressions import expression
 from penstock.kernels.dialects.patterns import COMBINE
@@ -475,6 +475,16 @@ class Emitter:
         row = self.integer(ir.Clamp(number.var, ir.Const(length), ir.Const(length - 1)), number.depth, length)
         return self.value(source, (row, *coords[index.ndim :]))
 
+    def _slice_at(self, node: Node, coords: Coords) -> Value:
+        (source, *starts), slices = node.inputs, node.attributes["slices"]
+        moved = [at * n + Index((), start) for at, (start, _, n) in zip(coords, slices, strict=True)]
+        for given, axis in zip(starts, node.attributes["axes"], strict=True):
+            _, count, step = slices[axis]
+            start, reach = self.value(given, ()), (count - 1) * step
+            first = self.integer(start.var, start.depth, source.shape[axis] - abs(reach))
+            moved[axis] += first + Index((), max(-reach, 0))
+        return self.value(source, tuple(moved))
+
 
 # Primitives that are not elementwise: how an item of each is computed.
 _LOWERINGS: dict[Primitive, Callable[[Emitter, Node, Coords], Value]] = {
@@ -485,4 +495,5 @@ _LOWERINGS: dict[Primitive, Callable[[Emitter, Node, Coords], Value]] = {
     PAD: Emitter._pad,
     CONCAT: Emitter._concat,
     GATHER: Emitter._gather,
+    SLICE_AT: Emitter._slice_at,
 }
