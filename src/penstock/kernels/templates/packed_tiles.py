@@ -29,7 +29,7 @@ Epilogues = Callable[[ir.Expr, ir.Expr, Sequence[ir.Var]], list[ir.Statement]]
 
 _WARP = 32
 _FEATURES, _ROWS = 16, 8  # of a tile
-SINGLE_TILE = _ROWS  # rows for which a tile is enough
+MOST_ROWS = 2 * _ROWS  # with more, `packed_ring` takes less time
 _ITEMS = 32  # neighbouring inputs of a thread
 _CHUNK = 4 * _ITEMS  # inputs of a warp
 _FEW_WARPS, _MOST_WARPS = 8, 32  # of a workgroup; more, where there are few workgroups
