@@ -18,6 +18,7 @@ import numpy.typing as npt
 from penstock.graph.dtypes import DType
 from penstock.graph.node import leaf
 from penstock.graph.paged_attention import on_tensor_cores, reads_pages
+from penstock.models.adjoining import adjoin
 from penstock.models.attending import PagedAttention
 from penstock.models.programs import Bucket, Programs, bucket, covering, jitted, weakly
 from penstock.models.sampling import Needs, Sampling, needs_of, numbers_of, sample
@@ -489,6 +490,7 @@ class Decoders:
         device: Device = resolve(weight.device)
         if idle is not None and idle.key == (slots, pages, device, weight.dtype):
             return idle
+        adjoin(model)
         return Decoder(model, slots, pages)
 
     def give_back(self, decoder: Decoder) -> None:
