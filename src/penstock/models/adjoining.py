@@ -36,9 +36,9 @@ def _alike(model: Module) -> Iterator[list[Parameter]]:
 
 
 def _alone(weights: Sequence[Tensor]) -> bool:
-    """Whether weights are on a device whose library joins products, each in an allocation of its own."""
-    device = resolve(weights[0].device)
-    if not device.capabilities.matmul_library or device.dispatcher is not None:
+    """Whether weights are on one device, whose library joins products, each in an allocation of its own."""
+    device, *others = {resolve(weight.device) for weight in weights}
+    if others or not device.capabilities.matmul_library or device.dispatcher is not None:
         return False
     for weight in weights:
         weight._realize()
