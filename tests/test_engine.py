@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 import penstock as ps
 from penstock.errors import DeviceError, EngineClosed, QueueFull
 from penstock.models import Engine, LanguageModel, Piece, Request, Sampling, scheduling
-from penstock.models.decoders import PAGE, Decoder, page_bytes
-from penstock.models.paging import Pages
+from penstock.models.decoders import Decoder
+from penstock.models.paging import PAGE, Pages, page_bytes
 from penstock.models.sequences import TokenSequence, Wanted
 
 SIZES = {**cases.LLAMA, "vocab_size": 40, "num_hidden_layers": 1, "max_position_embeddings": 96}

@@ -18,6 +18,7 @@ from penstock.fusion.products import by_library
 from penstock.fusion.splitting import split
 from penstock.fusion.views import base
 from penstock.graph.channels_last import channels_last
+from penstock.graph.joined import join_products
 from penstock.graph.linear import few_rows
 from penstock.graph.node import Node
 from penstock.graph.quantization import computes_row
@@ -41,14 +42,15 @@ def order_channels(state: Compilation, target: Target) -> Compilation:
 def rewrite_products(state: Compilation, target: Target) -> Compilation:
     """On a CPU, unstack products, join the terms of sums, and lay out what many products read.
 
-    On a GPU, turn products with vectors into sums. A CPU runs separate small products in a single launch, so
-    stacking their matrices would only cost copies.
+    On a GPU, turn products with vectors into sums, and join those of many same rows. A CPU runs separate
+    small products in a single launch, so stacking their matrices would only cost copies.
     """
     can = target.capabilities
     if not can.compiles:
         return state
     if target.gpu:
-        return replace(state, wanted=few_rows(vectors_as_sums(state.wanted), can))
+        wanted = few_rows(vectors_as_sums(state.wanted), can)
+        return replace(state, wanted=join_products(wanted, state.inputs, can) if target.fuses else wanted)
     wanted = join_sums(unstack(state.wanted))
     # Kernels of single operations are few, and read matrices as they are.
     return replace(state, wanted=lay_out_panels(wanted, can) if target.fuses else wanted)

@@ -42,6 +42,7 @@ class Kind(Enum):
     RANDOM = auto()  # the state of a random generator
     REDUCTION = auto()  # all items along axes, which are dropped
     CONTRACTION = auto()  # a row of a matrix and a column of another
+    PRODUCTS = auto()  # the same, of several matrices with the same rows
     CONVOLUTION = auto()  # a window of an image, or all windows, with the channels last
     ATTENTION = auto()  # a query and all keys and values
     PAGED_ATTENTION = auto()  # a query, and the keys and values of pages that another input names
@@ -120,7 +121,7 @@ class Primitive:
     @cached_property
     def multiplies_matrices(self) -> bool:
         """Whether matrix products dominate its time."""
-        return self.kind in (Kind.CONTRACTION, Kind.CONVOLUTION, Kind.ATTENTION)
+        return self.kind in (Kind.CONTRACTION, Kind.PRODUCTS, Kind.CONVOLUTION, Kind.ATTENTION)
 
     def operations_of(self, node: Node) -> int:
         """How many arithmetic operations a node of this primitive takes."""

@@ -188,6 +188,12 @@ class KernelBuilder:
         self._add(ir.LoadTiles(names, array.name, ir.integer(index)))
         return [ir.Var(name, ir.Type("uint32")) for name in names]
 
+    def load_part(self, array: Memory, index: ir.Operand) -> list[ir.Var]:
+        """The four words of 16 bytes of local memory that were copied there."""
+        names = tuple(self.fresh("part") for _ in range(4))
+        self._add(ir.LoadPart(names, array.name, ir.integer(index)))
+        return [ir.Var(name, ir.Type("uint32")) for name in names]
+
     def cluster_barrier(self) -> None:
         """No thread of the cluster's workgroups continues before all have arrived."""
         self._add(ir.ClusterBarrier())

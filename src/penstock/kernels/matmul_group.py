@@ -27,7 +27,9 @@ from penstock.kernels.templates.matmul_cpu import cpu_matmul
 from penstock.kernels.templates.matmul_gpu import gpu_matmul, gpu_width
 from penstock.kernels.templates.matmul_tiling import LANES
 from penstock.kernels.templates.packed_matmul import PACKED_FEATURES, PackedProblem, cpu_packed, gpu_packed
-from penstock.kernels.templates.packed_tiles import Epilogues, tensor_packed
+from penstock.kernels.templates.packed_ring import divided as divided_packed
+from penstock.kernels.templates.packed_ring import packed_ring
+from penstock.kernels.templates.packed_tiles import MOST_ROWS, Epilogues, tensor_packed
 
 
 def matmul_group(
@@ -72,7 +74,10 @@ def packed_group(group: Group, product: Node, capabilities: Capabilities, name: 
         emit = None if row in group.inputs else prologue.emit
         problems = [_packed_problem(k, group, node) for node in (product, *others)]
         finish = epilogue.of_several(others)
-        source = tensor_packed(k, problems, capabilities, finish, emit)
+        if product.shape[0] > MOST_ROWS:
+            source = packed_ring(k, problems, divided_packed(problems, capabilities), finish)
+        else:
+            source = tensor_packed(k, problems, capabilities, finish, emit)
         places |= prologue.reads
     else:
         build = cpu_packed if vectors else gpu_packed

@@ -18,7 +18,9 @@ import numpy.typing as npt
 from penstock.graph.dtypes import DType
 from penstock.graph.node import leaf
 from penstock.graph.paged_attention import on_tensor_cores, reads_pages
+from penstock.models.adjoining import adjoin
 from penstock.models.attending import PagedAttention
+from penstock.models.paging import PAGE, most_pages, pages_of
 from penstock.models.programs import Bucket, Programs, bucket, covering, jitted, weakly
 from penstock.models.sampling import Needs, Sampling, needs_of, numbers_of, sample
 from penstock.models.sequences import TokenSequence
@@ -43,7 +45,6 @@ if TYPE_CHECKING:
 # Log-probabilities of tokens, ids of the likeliest, and their log-probabilities, if they were asked for.
 Others = tuple[Tensor | None, ...]
 
-PAGE = 16  # positions of a page
 RECENT = 8  # positions of a sequence, the last, whose tokens the host can read
 _COUNTERS = 128  # for each sequence, with which kernels count workgroups: as many as it has heads, or fewer
 _SHORTEST = 16  # the smallest bucket of new tokens
@@ -52,11 +53,6 @@ _CONTROL, _SEED = 7, 5  # numbers of each row of a step of prompts, and which of
 # otherwise, a wide table costs nothing but its own memory. Larger tables are powers of 4 of these.
 _TIGHT, _WIDE = 4, 128
 _COVERED = 512  # pages of a sequence up to which an engine has programs from the beginning
-
-
-def pages_of(positions: int) -> int:
-    """The pages that so many positions need."""
-    return -(-positions // PAGE)
 
 
 class Step(NamedTuple):
@@ -83,6 +79,7 @@ class Decoder:
     """Memory for keys and values of up to `slots` sequences: `pages` pages, or as many as there can be."""
 
     def __init__(self, model: LanguageModel, slots: int, pages: int) -> None:
+        adjoin(model)
         weight = model.head_weight
         self.slots, self.pages, self.context = slots, min(pages, most_pages(model)), model.context
         self._asked = pages
@@ -456,18 +453,6 @@ def _parted(given: Any, length: int) -> tuple[Any, ...]:
 def _place(slot: int, position: int) -> int:
     """Where the mail has the token at a position of a slot."""
     return slot * RECENT + position % RECENT
-
-
-def page_bytes(model: LanguageModel) -> int:
-    """The bytes of a page, of all layers of a model."""
-    items = sum(2 * shape.heads * shape.head_size for shape in model.cache_shapes)
-    return PAGE * items * model.head_weight.dtype.itemsize
-
-
-def most_pages(model: LanguageModel) -> int:
-    """How many pages there can be: a layer has fewer than 2**30 items, so that indices have 32 bits."""
-    items = max(2 * shape.heads * shape.head_size for shape in model.cache_shapes) * PAGE
-    return ((1 << 30) - 1) // items
 
 
 class Decoders:

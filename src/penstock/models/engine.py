@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Self
 from penstock.config import parse_bytes
 from penstock.errors import EngineClosed, PenstockError, PenstockWarning, QueueFull
 from penstock.formatting import format_bytes
-from penstock.models.decoders import PAGE, Decoder, most_pages, page_bytes, pages_of
+from penstock.models.decoders import Decoder
 from penstock.models.generation import Prompt, prompt_ids, wanted_of
+from penstock.models.paging import PAGE, most_pages, page_bytes, pages_of
 from penstock.models.programs import Bucket
 from penstock.models.scheduling import Scheduler
 from penstock.models.sequences import Completion, Piece, TokenSequence

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.models.decoders import Decoders, pages_of
-from penstock.models.paging import token_array
+from penstock.models.decoders import Decoders
+from penstock.models.paging import pages_of, token_array
 from penstock.models.programs import bucket
 from penstock.models.sampling import Sampling
 from penstock.models.scheduling import Scheduler

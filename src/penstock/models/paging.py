@@ -11,6 +11,29 @@ import struct
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.models.model import LanguageModel
+
+PAGE = 16  # positions of a page
+
+
+def pages_of(positions: int) -> int:
+    """The pages that so many positions need."""
+    return -(-positions // PAGE)
+
+
+def page_bytes(model: LanguageModel) -> int:
+    """The bytes of a page, of all layers of a model."""
+    items = sum(2 * shape.heads * shape.head_size for shape in model.cache_shapes)
+    return PAGE * items * model.head_weight.dtype.itemsize
+
+
+def most_pages(model: LanguageModel) -> int:
+    """How many pages there can be: a layer has fewer than 2**30 items, so that indices have 32 bits."""
+    items = max(2 * shape.heads * shape.head_size for shape in model.cache_shapes) * PAGE
+    return ((1 << 30) - 1) // items
 
 
 def token_array(tokens: Sequence[int]) -> array[int]:

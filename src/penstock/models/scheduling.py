@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.models.decoders import PAGE, Decoder, Step, pages_of
-from penstock.models.paging import Pages
+from penstock.models.decoders import Decoder, Step
+from penstock.models.paging import PAGE, Pages, pages_of
 from penstock.models.programs import bucket
 from penstock.models.sequences import Piece, TokenSequence
 

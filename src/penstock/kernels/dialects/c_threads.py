@@ -63,6 +63,9 @@ class ThreadPrinter(CPrinter):
             case ir.LoadTiles(names, array, index):
                 words = ", ".join(names)
                 return [f"uint {words}; LOAD_TILES({words}, {array} + {self.addend(index)});"]
+            case ir.LoadPart(names, array, index):
+                words = ", ".join(names)
+                return [f"uint {words}; LOAD_PART({words}, {array} + {self.addend(index)});"]
             case ir.ComesLast(name, counters, index, count, array):
                 own = f"{self.kernel_name}_" if counters == ir.COUNTERS else ""
                 asked = f"COMES_LAST({own}{counters} + {self.addend(index)}, {self.expr(count)})"

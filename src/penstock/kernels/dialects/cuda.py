@@ -198,6 +198,10 @@ DEVICE void LOAD_TILES(uint &t0, uint &t1, uint &t2, uint &t3, const void *line)
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
         : "=r"(t0), "=r"(t1), "=r"(t2), "=r"(t3) : "r"((uint)__cvta_generic_to_shared(line)) : "memory");
 }
+DEVICE void LOAD_PART(uint &w0, uint &w1, uint &w2, uint &w3, const void *part) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(w0), "=r"(w1), "=r"(w2), "=r"(w3) : "r"((uint)__cvta_generic_to_shared(part)) : "memory");
+}
 """
 # The last of `count` workgroups sets the counter back to 0. A barrier before orders what all threads of a
 # workgroup wrote before this thread's operation, as in CUDA's own barriers of grids.

@@ -153,6 +153,14 @@ class LoadTiles(Statement):
     index: Expr
 
 
+class LoadPart(Statement):
+    """`names` are the words of 16 bytes of local memory that were copied there, from `index` on."""
+
+    names: tuple[str, ...]
+    array: str
+    index: Expr
+
+
 class BlockReduce(Statement):
     """`name` is the reduction of a variable over its lanes and over the neighbouring threads of a row."""
 

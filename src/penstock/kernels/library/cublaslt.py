@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from penstock.drivers.driver import Capabilities, Driver
 from penstock.fusion.groups import Group
-from penstock.fusion.products import Matrix, bias_vector, library_operand
+from penstock.fusion.products import Matrix, bias_vector, laid_out, library_operand
 from penstock.graph.dtypes import checked, float32
 from penstock.graph.node import Array, Node
 from penstock.kernels.source import ALIGNMENT, KernelSource
@@ -44,12 +44,14 @@ class Product:
     dtype: str
     bias: bool = False  # a vector of `columns` items is added to every row
     tf32: bool = False  # float32 is rounded to 10 bits of fraction before it is multiplied
+    # Items from a row of the result to the next; 0: `columns`. The same algorithms are the best for it.
+    leading: int = field(default=0, repr=False)
 
     def nbytes(self, buffer: str) -> int:
         """The bytes of one of its buffers."""
         if buffer == "workspace":
             return WORKSPACE
-        items = self.columns if buffer == "bias" else self.batch * self.rows * self.columns
+        items = self.columns if buffer == "bias" else self.batch * self.rows * (self.leading or self.columns)
         if buffer in ("left", "right"):
             matrix = self.left if buffer == "left" else self.right
             items = matrix.extent + (self.batch - 1) * matrix.batch_stride
@@ -91,6 +93,15 @@ def library_problem(
         tf32=capabilities.tf32 and product.dtype is float32,
     )
     return problem, operands
+
+
+def joined_launch(node: Node) -> Lowering:
+    """The launch of products of the same rows with several matrices, which also takes a workspace."""
+    x, *weights = node.inputs
+    launch = JoinedLaunch(x.shape, [weight.shape[0] for weight in weights], str(node.dtype))
+    dtypes = (*(str(value.dtype) for value in (node, *node.inputs)), "uint8")
+    lowering = one_launch(KernelSource("matmul_joined", "", dtypes, (), (1,), (1,)))
+    return replace(lowering, scratch=(WORKSPACE,), function=launch)
 
 
 class LibraryLaunch:
@@ -137,6 +148,57 @@ class LibraryLaunch:
         self._matmul(self._handle, of.operation, *operands, *chosen)
 
 
+class JoinedLaunch:
+    """Products of the same rows with several matrices, whose results are columns of one.
+
+    Where the matrices lie one after another in an allocation, they are a single product; else one by one. If
+    allocations happen to adjoin, that counts for nothing: bits must not depend on it.
+    """
+
+    def __init__(self, shape: Sequence[int], columns: Sequence[int], dtype: str) -> None:
+        """`shape`: of the rows; `columns`: of each matrix."""
+        (rows, inner), total = shape, sum(columns)
+        self._columns, self._item = columns, checked(dtype).itemsize
+        left = laid_out(rows, inner, inner, 1)
+        buffers = {"out": 0, "left": 1, "right": 2, "workspace": 3}
+
+        def product(count: int) -> LibraryLaunch:
+            right = laid_out(inner, count, 1, inner)
+            assert left is not None
+            assert right is not None
+            return LibraryLaunch(
+                Product(1, rows, count, inner, left, right, dtype, leading=total), buffers, 4
+            )
+
+        self._all = product(total)
+        self._each = {count: product(count) for count in columns}
+
+    def prepare(self, driver: Driver) -> None:
+        """Choose the algorithms, and load their kernels."""
+        from penstock.kernels.library.cublaslt_tuning import allocation_of
+
+        self._allocation_of = allocation_of
+        products = [self._all, *self._each.values()]
+        for product in products:
+            product.prepare(driver)
+        self.workspace = max(product.workspace for product in products)
+
+    def __call__(self, stream: int, *args: int) -> None:
+        """See `LibraryLaunch`."""
+        count = len(args) // 2
+        addresses = [args[at] + ALIGNMENT * args[count + at] for at in range(count)]
+        out, left, *matrices, workspace = addresses
+        sizes = [columns * self._all.product.inner * self._item for columns in self._columns]
+        ends = [start + size for start, size in zip(matrices, sizes, strict=True)]
+        adjoin = ends[:-1] == matrices[1:]
+        if adjoin and self._allocation_of(matrices[0]) == self._allocation_of(matrices[-1]):
+            self._all(stream, out, left, matrices[0], workspace, 0, 0, 0, 0)
+            return
+        for columns, matrix in zip(self._columns, matrices, strict=True):
+            self._each[columns](stream, out, left, matrix, workspace, 0, 0, 0, 0)
+            out += columns * self._item
+
+
 class Descriptors:
     """The library's descriptors of a problem, in host memory that is freed with this object."""
 
@@ -161,7 +223,7 @@ class Descriptors:
         for which, value in values.items():
             self._set(which, np.array([value], np.int32))
         rows, columns = product.rows, product.columns
-        result = Matrix(columns, rows, columns, False, rows * columns, 0)
+        result = Matrix(columns, rows, product.leading or columns, False, rows * columns, 0)
         self.left, self.right, self.out = (
             _layout(self, matrix, product) for matrix in (product.left, product.right, result)
         )

@@ -262,6 +262,11 @@ def _alignment(matrix: Matrix, size: int) -> int:
     return min(ALIGNMENT, start & -start) if start else ALIGNMENT
 
 
+def allocation_of(address: int) -> int:
+    """The address of the allocation that has an address."""
+    return int(_checked(cuda.cuMemGetAddressRange(address)[:2]))
+
+
 def _checked(result: tuple[Any, ...]) -> Any:
     """The result of a call of CUDA's driver API; raises its error."""
     status, *values = result

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from penstock.drivers.driver import Capabilities
 from penstock.graph.dtypes import HALF_PRECISION, float64, int64, uint64
 from penstock.graph.node import Kind, Node
+from penstock.kernels.library.cublaslt import joined_launch
 from penstock.kernels.source import C_TYPES
 from penstock.kernels.templates.extreme import extreme
 from penstock.kernels.templates.launches import Lowering
@@ -34,6 +35,7 @@ _TEMPLATES = {
     Kind.SCATTER: _Template(scatter, half_precision=True),
     Kind.PAGED_ATTENTION: _Template(paged_attention, half_precision=True),
     Kind.UPDATE: _Template(update, half_precision=True),
+    Kind.PRODUCTS: _Template(lambda node, capabilities: joined_launch(node), half_precision=True),
 }
 _MOST_ITEMS = 1 << 30  # so that no index overflows an int32, even padded or a step further
 

@@ -13,7 +13,7 @@ Sums are float32, in an order that does not depend on the number of rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -21,11 +21,12 @@ from penstock.drivers.driver import Capabilities
 from penstock.kernels import ir
 from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.source import KernelSource
+from penstock.kernels.templates.cluster_sums import FEATURES, ROWS, ClusterSums, Division, Finish, Totals
 from penstock.kernels.templates.packed_matmul import clamped
 
 _WARP, _WARPS = 32, 4
 _THREADS = _WARP * _WARPS
-_FEATURES, _ROWS, _INPUTS = 16, 8, 16  # of a product of tiles
+_INPUTS = 16  # of a product of tiles
 _STEP = 64  # inputs of a line
 _WORDS = 4  # of a part
 _LINE = 32  # words
@@ -54,30 +55,17 @@ class LinearProblem:
     @property
     def row_tiles(self) -> int:
         """The tiles that all rows take."""
-        return ceil(self.rows / _ROWS)
-
-
-@dataclass(frozen=True)
-class Division:
-    """A workgroup has so many `features` of each matrix, and one of `splits` parts of the inputs."""
-
-    features: int
-    splits: int
-
-
-# Given the row, the column, and the sum of each matrix: statements that compute the outputs and store them.
-Finish = Callable[[ir.Expr, ir.Expr, Sequence[ir.Var]], list[ir.Statement]]
-Totals = Mapping[int, Sequence[ir.Var]]  # by tile of rows
+        return ceil(self.rows / ROWS)
 
 
 def divided(problem: LinearProblem, capabilities: Capabilities) -> Division:
     """How the workgroups of a product divide it."""
-    features, splits = 4 * _FEATURES if len(problem.matrices) == 1 else _FEATURES, 1
+    features, splits = 4 * FEATURES if len(problem.matrices) == 1 else FEATURES, 1
     units = capabilities.compute_units
     most = min(_MOST_SPLITS, problem.inner // _FEWEST_INPUTS) if capabilities.clusters else 1
     while 2 * splits <= most and 2 * splits * ceil(problem.columns / features) <= _RESIDENT * units:
         splits *= 2
-    while features > _FEATURES and splits * ceil(problem.columns / features) * _BUSY < units:
+    while features > FEATURES and splits * ceil(problem.columns / features) * _BUSY < units:
         features //= 2
     return Division(features, splits)
 
@@ -89,7 +77,7 @@ def linear_tiles(
     splits = division.splits
     rank = k.let("rank", k.group() % splits if splits > 1 else 0)
     first = k.let("first", k.group() // splits * division.features)
-    lines = division.features * len(problem.matrices) + problem.row_tiles * _ROWS
+    lines = division.features * len(problem.matrices) + problem.row_tiles * ROWS
     stages = _RING_BYTES // (4 * _LINE * lines)
     steps = ceil(problem.inner / (_STEP * splits))  # of a workgroup
     ring = k.shared("ring", "float32", stages * lines * _LINE, width=_WORDS)
@@ -115,7 +103,7 @@ def linear_tiles(
         k.end_copies()
         products.add(k.let("stage", now % stages * (lines * _LINE)))
     k.barrier()
-    products.finish(ring, first, rank, finish)
+    products.finish(first, rank, finish)
     grid = ceil(problem.columns / division.features) * splits
     return k.source((grid,), (_THREADS,), _RESIDENT, cluster=splits)
 
@@ -150,7 +138,7 @@ class _Copies:
                     start = k.let(f"w{matrix}_{offset}", feature * problem.inner)
                 self._matrices.append((memory, start))
         self._rows: list[ir.Expr] = []
-        for offset in range(0, problem.row_tiles * _ROWS, _AT_ONCE):
+        for offset in range(0, problem.row_tiles * ROWS, _AT_ONCE):
             row = clamped(k, f"row{offset}", line + offset, problem.rows)
             self._rows.append(k.let(f"x{offset}", row * problem.inner))
 
@@ -165,10 +153,10 @@ class _Copies:
         k, before = self._k, len(self._matrices)
         start, inside = self._place(step)
         for number, own in enumerate(self._rows):
-            if self._problem.row_tiles * _ROWS >= (number + 1) * _AT_ONCE:
+            if self._problem.row_tiles * ROWS >= (number + 1) * _AT_ONCE:
                 self._copy(stage, before + number, self._problem.x, own + start, inside)
             else:  # half of the threads have a line
-                with k.when(k.thread < _ROWS * _PARTS):
+                with k.when(k.thread < ROWS * _PARTS):
                     self._copy(stage, before + number, self._problem.x, own + start, inside)
 
     def _place(self, step: ir.Expr) -> tuple[ir.Var, ir.Var | None]:
@@ -188,19 +176,21 @@ class _Products:
     """The sums of products: a warp has a tile of features, and some of the inputs of a line."""
 
     def __init__(self, k: KernelBuilder, problem: LinearProblem, division: Division, ring: Memory) -> None:
-        self._k, self._problem, self._division, self._ring = k, problem, division, ring
+        self._k, self._problem, self._ring = k, problem, ring
         self._features = len(problem.matrices) * division.features
-        tiles = self._features // _FEATURES
+        tiles = self._features // FEATURES
         self._sharing = _WARPS // tiles  # warps that share the inputs
+        matrices = len(problem.matrices)
+        self._sums = ClusterSums(ring, problem.rows, problem.columns, matrices, division, self._sharing)
         warp, lane = k.let("warp", k.thread // _WARP), k.let("lane", k.thread % _WARP)
         self._lane, self._tile = lane, k.let("tile", warp % tiles)
         self._share = k.let("share", warp // tiles)
         # Of the four tiles that are read at once, two are neighbours of the first two: in their inputs where
         # they are features, and else in their rows.
         swizzle, half = k.let("swizzle", lane % 8), lane // 16
-        own = k.let("own_line", (self._tile * _FEATURES + lane % 16) * _LINE)
+        own = k.let("own_line", (self._tile * FEATURES + lane % 16) * _LINE)
         other = k.let("row_line", (self._features + lane % 8) * _LINE)
-        next_ = k.let("next_line", (self._features + lane % 8 + half * _ROWS) * _LINE)
+        next_ = k.let("next_line", (self._features + lane % 8 + half * ROWS) * _LINE)
         self._left, self._right = [], []
         for turn in range(_STEP // _INPUTS // self._sharing):
             part = (self._share + turn * self._sharing) * 2
@@ -209,7 +199,7 @@ class _Products:
             pairs = []
             for rows in range(0, problem.row_tiles, 2):
                 line = next_ if rows + 1 < problem.row_tiles else other
-                pairs.append(line + rows * _ROWS * _LINE + within)
+                pairs.append(line + rows * ROWS * _LINE + within)
             self._right.append(pairs)
         self._totals: Totals = {
             rows: [k.variable(f"total{rows}_{item}", 0.0, "float32") for item in range(4)]
@@ -227,43 +217,7 @@ class _Products:
                     totals = self._totals[2 * number + half]
                     k.multiply_tiles(totals, features, words[2 * half : 2 * half + 2], dtype)
 
-    def finish(self, sums: Memory, first: ir.Expr, rank: ir.Expr, finish: Finish) -> None:
-        """Add up the sums of all that share the inputs, in `sums`, and finish a share of them."""
-        k, problem, features, splits = self._k, self._problem, self._division.features, self._division.splits
-        stride = self._features + 4  # floats between rows: then a warp writes without bank conflicts
-        rows = problem.row_tiles * _ROWS
-        self._keep(sums, rows, stride)
-        if splits > 1:
-            k.cluster_barrier()
-        else:
-            k.barrier()
-        share = rows * features // splits
-        with k.loop("item", rank * share + k.thread, (rank + 1) * share, _THREADS) as item:
-            row, own = k.let("row", item // features), k.let("own", item % features)
-            column = k.let("feature", first + own)
-            with k.when((row < problem.rows) & (column < problem.columns)):
-                products = [
-                    self._whole(sums, matrix, row * stride + own + matrix * features, rows * stride)
-                    for matrix in range(len(problem.matrices))
-                ]
-                k.splice(finish(row, column, products))
-        if splits > 1:
-            k.cluster_barrier()  # no workgroup may end before the others have read its sums
-
-    def _keep(self, sums: Memory, rows: int, stride: int) -> None:
-        """Store the sums of all warps."""
-        for tile, totals in self._totals.items():
-            for number, total in enumerate(totals):
-                row = self._share * rows + (tile * _ROWS + number % 2) + self._lane % 4 * 2
-                feature = self._tile * _FEATURES + self._lane // 4 + number // 2 * (_FEATURES // 2)
-                self._k.store(sums, row * stride + feature, total)
-
-    def _whole(self, sums: Memory, matrix: int, index: ir.Expr, apart: int) -> ir.Var:
-        """The sum of an item over the warps, and the workgroups, that share its inputs."""
-        k, splits = self._k, self._division.splits
-        total = k.variable(f"whole{matrix}", 0.0, "float32")
-        for share in range(self._sharing):
-            place = index + share * apart
-            part = k.cluster_sum(k.fresh("part"), sums, place, splits) if splits > 1 else k.load(sums, place)
-            k.assign(total, total + part)
-        return k.let(f"product{matrix}", total)
+    def finish(self, first: ir.Expr, rank: ir.Expr, finish: Finish) -> None:
+        """Add up the sums of all that share the inputs, in the ring, and finish a share of them."""
+        self._sums.keep(self._k, self._lane, self._tile, self._share, self._totals)
+        self._sums.finish(self._k, _THREADS, first, rank, finish)

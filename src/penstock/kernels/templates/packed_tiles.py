@@ -29,6 +29,7 @@ Epilogues = Callable[[ir.Expr, ir.Expr, Sequence[ir.Var]], list[ir.Statement]]
 
 _WARP = 32
 _FEATURES, _ROWS = 16, 8  # of a tile
+MOST_ROWS = 2 * _ROWS  # with more, `packed_ring` takes less time
 _ITEMS = 32  # neighbouring inputs of a thread
 _CHUNK = 4 * _ITEMS  # inputs of a warp
 _FEW_WARPS, _MOST_WARPS = 8, 32  # of a workgroup; more, where there are few workgroups
@@ -174,32 +175,42 @@ class _Left:
 
     def begin(self) -> None:
         """Have the scales as they are multiplied, once they are there."""
-        k, scale = self._k, 256.0 if self._problem.bits == 8 else 1.0  # integers of 8 bits are in 1/256
-        factors = [value * scale for value in self._scales]
-        self._scales = [k.let(k.fresh("factor"), self._paired(factor, factor)) for factor in factors]
+        self._scales = [multiplied(self._k, self._problem, scale) for scale in self._scales]
 
     def pairs(self, number: int) -> list[ir.Expr]:
         """The weights of a product of tiles, two in a word: neighbours of both features, then the next."""
-        (first, second), (third, fourth) = (self._four(half, number) for half in range(2))
+        (first, second), (third, fourth) = (
+            weights(self._k, self._problem, words, factor, number)
+            for words, factor in zip(self._words, self._scales, strict=True)
+        )
         return [first, third, second, fourth]
 
-    def _four(self, half: int, number: int) -> list[ir.Expr]:
-        """Four neighbouring weights of a feature, in two words."""
-        k, problem = self._k, self._problem
-        each = problem.each // 4  # products of tiles that take from a word
-        word = self._words[half][number // each]
-        if problem.bits == 8:
-            values = [value - 1.5 for value in byte_floats(k, word)]
-            pairs = [self._paired(*values[:2]), self._paired(*values[2:])]
-        else:
-            shifts = [8 * (number % each), 8 * (number % each) + 4]
-            moved = [word >> shift if shift else word for shift in shifts]
-            pairs = [k.call(f"integers_{problem.x.dtype}", bits) for bits in moved]
-        scaled = (k.call(f"scaled_{problem.x.dtype}", pair, self._scales[half]) for pair in pairs)
-        return [k.let(k.fresh("pair"), value) for value in scaled]
 
-    def _paired(self, low: ir.Expr, high: ir.Expr) -> ir.Expr:
-        return self._k.call(f"paired_{self._problem.x.dtype}", low, high, dtype="uint32")
+def multiplied(k: KernelBuilder, problem: PackedProblem, scale: ir.Expr) -> ir.Var:
+    """A scale as integers are multiplied with it, two at a time."""
+    factor = scale * (256.0 if problem.bits == 8 else 1.0)  # integers of 8 bits are in 1/256
+    return k.let(k.fresh("factor"), _paired(k, problem, factor, factor))
+
+
+def weights(
+    k: KernelBuilder, problem: PackedProblem, words: Sequence[ir.Expr], factor: ir.Expr, number: int
+) -> list[ir.Var]:
+    """Four neighbouring weights of a feature, in two words: those that a product of tiles takes."""
+    each = problem.each // 4  # products of tiles that take from a word
+    word = words[number // each]
+    if problem.bits == 8:
+        values = [value - 1.5 for value in byte_floats(k, word)]
+        pairs = [_paired(k, problem, *values[:2]), _paired(k, problem, *values[2:])]
+    else:
+        shifts = [8 * (number % each), 8 * (number % each) + 4]
+        moved = [word >> shift if shift else word for shift in shifts]
+        pairs = [k.call(f"integers_{problem.x.dtype}", bits) for bits in moved]
+    scaled = (k.call(f"scaled_{problem.x.dtype}", pair, factor) for pair in pairs)
+    return [k.let(k.fresh("pair"), value) for value in scaled]
+
+
+def _paired(k: KernelBuilder, problem: PackedProblem, low: ir.Expr, high: ir.Expr) -> ir.Expr:
+    return k.call(f"paired_{problem.x.dtype}", low, high, dtype="uint32")
 
 
 class _Results:
