@@ -17,7 +17,8 @@ from penstock.compiler.launches import launch_parts
 from penstock.compiler.schedule import Schedule
 from penstock.execution.realize import executables
 from penstock.models import LanguageModel
-from penstock.models.decoders import PAGE, Decoder
+from penstock.models.decoders import Decoder
+from penstock.models.paging import PAGE
 from penstock.models.sampling import Needs
 from penstock.nn.module import evaluating
 from penstock.nn.quantizing import BITS, replace_linear

@@ -22,6 +22,7 @@ from penstock.graph import attention as graph_attention
 from penstock.graph import dtypes, shaping
 from penstock.graph.attention import ATTENTION, ATTENTION_GRADIENT, attention, packed_attention
 from penstock.graph.calls import inline
+from penstock.graph.checkpoint import CHECKPOINT
 from penstock.graph.decompose import decompose
 from penstock.graph.gradient import gradients
 from penstock.graph.node import Kind, Node, leaf, topological
@@ -121,6 +122,14 @@ def test_it_is_made_of_what_every_device_has(
     assert decompose(nodes, CUDA) != nodes  # of float64
     for node, parts in zip(nodes, result, strict=True):
         np.testing.assert_allclose(evaluate(parts), evaluate(node), rtol=1e-9, atol=1e-12)
+
+
+def test_the_parts_keep_no_copies_of_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_attention, "_ROW_ITEMS", 1)
+    query, key, value = (at(sample(1, 2, 40, 4, seed=side)) for side in range(3))
+    nodes = topological([graph_attention.attend(query, key, value, True, 0.5)], through_values=True)
+    kept = [node.inputs[1:] for node in nodes if node.primitive is CHECKPOINT]
+    assert kept == [(query, key, value)] * 3
 
 
 def test_packed_or_not_is_the_same() -> None:

@@ -32,7 +32,7 @@ from penstock.graph import contraction, elementwise, reducing
 from penstock.graph.gradient import gradients
 from penstock.graph.node import Node
 from penstock.plan.order import Work, deferred
-from penstock.plan.recomputing import least_peak, sequels
+from penstock.plan.recomputing import Search, least_peak, sequels
 from penstock.plan.sequences import OUT, Sequel, Task
 
 # Sequences as pure functions
@@ -122,6 +122,28 @@ def test_a_chain_and_its_way_back_needs_a_part_of_the_memory() -> None:
     assert result[0].peak_bytes > length
     assert result[-1].peak_bytes <= length // 2
     assert result[-1].price <= 3 * length
+
+
+def test_the_least_memory_is_known_after_few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = [0]
+    unfolded = Search.unfolded
+
+    def counted(self: Search, *args: Any) -> Any:
+        tries[0] += 1
+        return unfolded(self, *args)
+
+    monkeypatch.setattr(Search, "unfolded", counted)
+    count = 100  # small values, all of which wait while a large one is there
+    tasks = [Task((0,), (1 + at,)) for at in range(count)]
+    tasks.append(Task((0,), (count + 1,)))
+    tasks += [Task((1 + at, count + 1 + at), (count + 2 + at,)) for at in range(count)]
+    nbytes, kept = [1] * (2 * count + 2), frozenset({0, 2 * count + 1})
+    nbytes[count + 1] = count
+    by_price = list(sequels(tasks, range(len(tasks)), nbytes, kept))
+    most, tries[0] = tries[0], 0
+    at_any_price = list(sequels(tasks, range(len(tasks)), nbytes, kept, at_any_price=True))
+    assert tries[0] < most / 4
+    assert at_any_price[-1].peak_bytes <= by_price[-1].peak_bytes
 
 
 def test_what_is_dear_to_compute_again_stays() -> None:

@@ -23,7 +23,7 @@ from penstock.errors import CheckpointError, PenstockError, SettingError
 from penstock.measuring import ceilings
 from penstock.nn import GPT
 from penstock.train import Config
-from penstock.train.planning import plan_step
+from penstock.train.planning import _Bounds, plan_step
 
 TEXT = "the quick brown fox jumps over the lazy dog; the early bird catches the worm.\n" * 60
 SETTINGS = """
@@ -206,7 +206,7 @@ def test_the_largest_batch_that_fits_is_found(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("penstock.measuring.step_rates.step_rates", lambda device, dtypes: None)
     words = ("plan", "--config", "tiny.toml", "--device", "host", "--fit")
     result = penstock(*words, "batch", "--memory", "300KiB")
-    tried = re.findall(r"batch (\d+): (fits|too large), [\d.]+ [KM]iB without a budget", result.stderr)
+    tried = re.findall(r"batch (\d+): (fits|too large), [\d.]+ [KM]iB would do", result.stderr)
     fitting = [int(size) for size, verdict in tried if verdict == "fits"]
     assert 0 < len(fitting) < len(tried)
     assert f"the largest batch inside 300.0 KiB: {max(fitting)}\n" in result.stdout
@@ -217,6 +217,19 @@ def test_the_largest_batch_that_fits_is_found(monkeypatch: pytest.MonkeyPatch) -
         penstock(*words, "width")
     with pytest.raises(SettingError, match="not even a context of 1 fits"):
         penstock(*words, "context", "--memory", "1KiB")
+
+
+def test_few_sizes_are_tried() -> None:
+    """Bytes grow in proportion to the size, or by leaps."""
+    for nbytes_of in (lambda size: 10 + 3 * size, lambda size: 5 * size + (size > 150) * 10_000):
+        bounds, size, sizes = _Bounds(1000), 1, list[int]()
+        while not bounds.are_near:
+            sizes.append(size)
+            bounds.note(size, nbytes_of(size), nbytes_of(size) <= 1000)
+            size = bounds.between()
+        largest = max(size for size in sizes if nbytes_of(size) <= 1000)
+        assert nbytes_of(largest + max(largest // 8, 1)) > 1000
+        assert len(sizes) <= 10
 
 
 def test_generate_goes_on_from_a_prompt() -> None:

@@ -165,10 +165,12 @@ def test_nor_does_it_for_any_graph(seed: int, target: str, link: float | None) -
     assert refused.value.smallest == least
     nodes, inputs = prepare(wanted, structure.inputs)
     table = budget_levels(nodes, inputs, structure.numbers, Target.of(TARGETS[target], None, link))
-    levels = [table.first, *table.less()]
+    levels = [table.first(), *table.less()]
     assert [level.taken_bytes for level in levels] == sorted(
         {level.taken_bytes for level in levels}, reverse=True
     )
     assert levels[-1].taken_bytes == least
+    assert least <= table.least() <= most
+    assert table.fits(table.least())
     assert [table.fits(limit) for limit in (least - 1, *limits)] == [False] + [True] * len(limits)
     assert [level.extra_work for level in levels] == sorted(level.extra_work for level in levels)

@@ -62,8 +62,8 @@ def plan(
     if fit is not None:
 
         def tried(size: int, planned: MemoryPlan, fits: bool) -> None:
-            most, verdict = format_bytes(planned.unlimited_bytes), "fits" if fits else "too large"
-            say(progress, f"{fit} {size}: {verdict}, {most} without a budget", style="dim")
+            least, verdict = format_bytes(planned.least_bytes), "fits" if fits else "too large"
+            say(progress, f"{fit} {size}: {verdict}, {least} would do", style="dim")
 
         settings, planned = largest_fit(settings, limit, "batch" if fit == "batch" else "context", tried)
     else:

@@ -63,8 +63,8 @@ def fit(state: Compilation, target: Target) -> Compilation:
     if budget is None or budget.held + taken_bytes(state, target) <= budget.limit:
         return state
     room = budget.limit - budget.held
-    outlines: list[_Outline] = []
-    for outline in _outlines(state, target, room):
+    ways, outlines = _Ways(state, target), list[_Outline]()
+    for outline in chain(ways.by_price(room), ways.at_any_price()):
         outlines.append(outline)
         if outline.least <= room and (planned := _planned(outline, target, room)):
             return planned
@@ -76,16 +76,23 @@ def fits(state: Compilation, target: Target) -> bool:
     budget = target.budget
     if budget is None or budget.held + taken_bytes(state, target) <= budget.limit:
         return True
-    room = budget.limit - budget.held
+    room, ways = budget.limit - budget.held, _Ways(state, target)
     return any(
         outline.least <= room and not outline.early and _planned(outline, target, room)
-        for outline in _outlines(state, target, room, any_price=True)
+        for outline in chain(ways.at_any_price(), ways.by_price(room))
     )
+
+
+def least(state: Compilation, target: Target) -> int:
+    """Bytes that will do, and mostly the fewest: sooner known than what each budget costs."""
+    outlines = list(_Ways(state, target).at_any_price())
+    return taken_bytes(_smallest(state, outlines, target), target)
 
 
 def frontier(state: Compilation, target: Target) -> list[Compilation]:
     """Planned compilations, each with less memory than the one before; the given compilation is the first."""
-    outlines = list(_outlines(state, target))
+    ways = _Ways(state, target)
+    outlines = [*ways.by_price(), *ways.at_any_price()]
     smallest = _smallest(state, outlines, target)
     most, least = taken_bytes(state, target), taken_bytes(smallest, target)
     result, last = [state], most
@@ -98,7 +105,8 @@ def frontier(state: Compilation, target: Target) -> list[Compilation]:
         if least < (nbytes := taken_bytes(planned, target)) < last:
             result.append(planned)
             last = nbytes
-    return [*result, smallest] if least < most else result
+    rows = [*result, smallest] if least < most else result
+    return [row for at, row in enumerate(rows) if all(row.extra <= less.extra for less in rows[at + 1 :])]
 
 
 @dataclass(frozen=True)
@@ -110,55 +118,74 @@ class _Outline:
     laid_out: Callable[[], Compilation]
 
 
-def _outlines(
-    state: Compilation, target: Target, room: int | None = None, any_price: bool = False
-) -> Iterator[_Outline]:
-    """Ways to run the groups; first those to which a search comes until it has `room`, and some more.
+class _Ways:
+    """Ways to run the groups of a compilation in less memory."""
 
-    At `any_price`, not the cheapest of these is the first, but that with the least memory.
-    """
-    works = works_of(state)
-    fixed = set(own_buffers(state))
-    kept = works.kept | {number for number, node in enumerate(works.nodes) if node in fixed}
-    tasks = [
-        Task(
-            *step,
-            over=written.may_alias if written else (),
-            scratch=sum(map(_aligned, written.scratch)) if written else 0,
-            price=price(group, written, target),
+    def __init__(self, state: Compilation, target: Target) -> None:
+        self._compilation, self._target = state, target
+        self._works = works = works_of(state)
+        fixed = set(own_buffers(state))
+        self._kept = works.kept | {number for number, node in enumerate(works.nodes) if node in fixed}
+        self._tasks = [
+            Task(
+                *step,
+                over=written.may_alias if written else (),
+                scratch=sum(map(_aligned, written.scratch)) if written else 0,
+                price=price(group, written, target),
+            )
+            for step, group, written in zip(works.steps, state.groups, state.lowered, strict=True)
+        ]
+        order = ordered(works.steps, works.nbytes, works.kept)
+        self._order = deferred(order, works.steps, works.nbytes, works.kept)
+        self._results = counted_results(state, target)
+        # NumPy on the host waits for the device, and with it for all copies.
+        cost = None if None in state.lowered else target.link_cost()
+        rates = target.rates
+        self._link = None if cost is None else Link(_MARGIN * cost / rates.bandwidth, rates.launch)
+        self._nbytes = list(map(_aligned, works.nbytes))
+        self._own = _state(state, target, works, fixed) if self._link else {}
+        self._state = {value: new for value, (_, new) in self._own.items()}
+        replaced = {new for new in self._state.values() if new is not None}
+        self._new = _new_state(state, target, works, fixed) - replaced if self._link else frozenset()
+
+    def by_price(self, room: int | None = None) -> Iterator[_Outline]:
+        """First those to which a search comes until it has `room`, the cheapest of them, and some more."""
+        limit = max((self._target.budget or Budget(0)).limit, 1)
+
+        def left(sequel: Sequel) -> float:
+            return (room - self._least(sequel)) / limit if room is not None else 0.0
+
+        # Without moves nothing takes less than this.
+        least = least_peak(self._tasks, self._nbytes, self._kept, self._state, self._new)
+        lowest = Sequel((), (), least, 0.0, ())
+        for alternatives in _frontier(self._sequels, lowest, left, self._link):
+            # With time for copies; or else, where none of these can be packed, in the least memory.
+            yield from (self._outline(sequel, sequel.moves) for sequel in alternatives)
+            yield from (self._outline(sequel, False) for sequel in alternatives if sequel.moves)
+
+    def at_any_price(self) -> Iterator[_Outline]:
+        """Those to which a search for the least memory comes, which is soon over."""
+        return (self._outline(sequel, False) for sequel in self._sequels(self._link, at_any_price=True))
+
+    def _sequels(self, link: Link | None, at_any_price: bool = False) -> Iterator[Sequel]:
+        return sequels(
+            self._tasks, self._order, self._nbytes, self._kept, link, self._state, self._new, at_any_price
         )
-        for step, group, written in zip(works.steps, state.groups, state.lowered, strict=True)
-    ]
-    results = counted_results(state, target)
-    order = deferred(ordered(works.steps, works.nbytes, works.kept), works.steps, works.nbytes, works.kept)
-    # NumPy on the host waits for the device, and with it for all copies.
-    cost = None if None in state.lowered else target.link_cost()
-    link = None if cost is None else Link(_MARGIN * cost / target.rates.bandwidth, target.rates.launch)
-    nbytes = list(map(_aligned, works.nbytes))
-    own = _state(state, target, works, fixed) if link else {}
-    new = _new_state(state, target, works, fixed) - {new for _, new in own.values()} if link else frozenset()
 
-    def least_of(sequel: Sequel) -> int:
-        stays = sum(nbytes[number] for number in (own.keys() - sequel.hosted) | (new - sequel.results))
-        freed = target.budget.freed([own[number][0] for number in sequel.hosted]) if target.budget else 0
-        freed += sum(results.get(works.nodes[number], 0) for number in sequel.results)
-        return sum(results.values()) + int(_SURE * (sequel.peak_bytes - stays)) - freed
+    def _least(self, sequel: Sequel) -> int:
+        """Bytes that a sequence takes for sure."""
+        own, budget = self._own, self._target.budget
+        stays = sum(self._nbytes[at] for at in (own.keys() - sequel.hosted) | (self._new - sequel.results))
+        freed = budget.freed([own[at][0] for at in sequel.hosted]) if budget else 0
+        freed += sum(self._results.get(self._works.nodes[at], 0) for at in sequel.results)
+        return sum(self._results.values()) + int(_SURE * (sequel.peak_bytes - stays)) - freed
 
-    def left(sequel: Sequel) -> float:
-        limit = max((target.budget or Budget(0)).limit, 1)
-        return (room - least_of(sequel)) / limit if room is not None else 0.0
-
-    def outline(sequel: Sequel, with_time: bool) -> _Outline:
-        sequence = partial(replace, sequel)
-        early = link is not None and with_time
-        if link is not None and with_time:
-            sequence = partial(prefetched, sequel, tasks, nbytes, link)
-        return _Outline(least_of(sequel), early, partial(_laid_out, state, target, works.nodes, sequence))
-
-    for alternatives in _frontier(tasks, order, nbytes, kept, link, own, new, left, any_price):
-        # With time for copies; or else, where none of these can be packed, in the least memory.
-        yield from (outline(sequel, sequel.moves) for sequel in alternatives)
-        yield from (outline(sequel, False) for sequel in alternatives if sequel.moves)
+    def _outline(self, sequel: Sequel, with_time: bool) -> _Outline:
+        early, sequence = self._link is not None and with_time, partial(replace, sequel)
+        if self._link is not None and with_time:
+            sequence = partial(prefetched, sequel, self._tasks, self._nbytes, self._link)
+        laid_out = partial(_laid_out, self._compilation, self._target, self._works.nodes, sequence)
+        return _Outline(self._least(sequel), early, laid_out)
 
 
 def _state(
@@ -198,33 +225,23 @@ def _new_state(state: Compilation, target: Target, works: Works, fixed: Collecti
 
 
 def _frontier(
-    tasks: Sequence[Task],
-    order: Sequence[int],
-    nbytes: Sequence[int],
-    kept: frozenset[int],
-    link: Link | None,
-    own: Mapping[int, tuple[int, int | None]],
-    new: frozenset[int],
+    search: Callable[[Link | None], Iterator[Sequel]],
+    lowest: Sequel,
     left: Callable[[Sequel], float],
-    any_price: bool,
+    link: Link | None,
 ) -> Iterator[Iterable[Sequel]]:
     """Sequences that take less and less memory. With a link, none for which a cheaper one takes no more.
 
     A search that may move values decides greedily, and can end with dearer sequences than one that may not.
     Both go on where enough is `left` of the budget only if more are asked for: those are the second part.
+    `lowest`: see `_cheaper`.
     """
-    state = {value: new for value, (_, new) in own.items()}
-    plain = sequels(tasks, order, nbytes, kept, state=state, new=new)
+    plain = search(None)
     if link is None:
-        reached = list(_until_ample(plain, left)) if any_price else []
-        yield chain(reversed(reached), plain)
+        yield plain
         return
-    moving = sequels(tasks, order, nbytes, kept, link, state, new)
+    moving = search(link)
     moved = list(_until_ample(moving, left))
-    if any_price:
-        yield moved[-1:]
-    # Without moves nothing takes less than this.
-    lowest = Sequel((), (), least_peak(tasks, nbytes, kept, state, new), 0.0, ())
     computed = list(_until_ample(_cheaper(plain, lowest, moved), left)) if left(lowest) >= 0 else []
     first = _cheapest([*computed, *moved])
     yield first

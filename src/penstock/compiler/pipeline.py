@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import ParamSpec, TypeVar
 
 from penstock.compiler.apart import check_apart, keep_apart
-from penstock.compiler.budget import fit, fits, frontier
+from penstock.compiler.budget import fit, fits, frontier, least
 from penstock.compiler.compilation import Compilation
 from penstock.compiler.emit import emit
 from penstock.compiler.launches import timeline
@@ -132,4 +132,4 @@ def budget_levels(
         budget = replace(target.budget or Budget(0), limit=nbytes)
         return fits(state, replace(target, budget=budget))
 
-    return Levels(level_of(state), less, fits_into)
+    return Levels(partial(level_of, state), less, fits_into, _without_collector(lambda: least(state, target)))

@@ -38,9 +38,10 @@ class Level:
 class Levels:
     """What a program takes without a budget, and what answers for less memory when it is asked."""
 
-    first: Level
+    first: Callable[[], Level]  # a function, because candidates that only might fit are not asked
     less: Callable[[], Sequence[Level]]  # plans for budgets down to the smallest
     fits: Callable[[int], bool]  # whether so many bytes will do: sooner known than the smallest
+    least: Callable[[], int]  # bytes from the device that will do, and mostly the fewest: as soon known
 
 
 def level(

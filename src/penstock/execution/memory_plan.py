@@ -74,15 +74,19 @@ class MemoryPlan:
         return cls(device.name, held, levels, idle, device)
 
     @cached_property
+    def _first(self) -> Level:
+        return self._levels.first()
+
+    @cached_property
     def unlimited(self) -> PlannedBudget:
         """What is taken without a budget. It is known without a plan for others."""
-        return _planned(self.held_bytes, self._levels.first)
+        return _planned(self.held_bytes, self._first)
 
     @cached_property
     def budgets(self) -> tuple[PlannedBudget, ...]:
         """The budgets, the largest first; planned when they are first asked for."""
         held, idle = self.held_bytes, self._idle
-        levels = [self._levels.first, *self._levels.less()]
+        levels = [self._first, *self._levels.less()]
         least = held + levels[-1].taken_bytes
         budgets = [self.unlimited, *(_planned(held, level) for level in levels[1:])]
         budgets += [
@@ -109,6 +113,11 @@ class MemoryPlan:
     def fits(self, limit_bytes: int) -> bool:
         """Whether a budget will do: sooner known than `smallest_bytes`."""
         return self._levels.fits(limit_bytes + self._idle)
+
+    @cached_property
+    def least_bytes(self) -> int:
+        """A budget that would do, mostly the smallest: sooner known than `smallest_bytes`."""
+        return self.held_bytes - self._idle + self._levels.least()
 
     @cached_property
     def _rates(self) -> StepRates | None:

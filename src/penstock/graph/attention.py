@@ -186,7 +186,7 @@ def attend(query: Node, key: Node, value: Node, causal: bool, scale: float) -> N
         q = slice_axis(query, rows_axis, start, end - start)
         k, v = (slice_axis(operand, rows_axis, 0, seen) for operand in (key, value))
         part = _attended(q, k, v, keys - queries + start, causal, scale)
-        parts.append(checkpoint(part, [q, k, v]))
+        parts.append(checkpoint(part, [query, key, value]))
     return concat(parts, query.ndim - 2)
 
 

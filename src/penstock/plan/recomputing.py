@@ -26,6 +26,7 @@ from penstock.plan.unfolding import Accesses, Unfolded, Unfolding
 _STEP = 1 / 40  # of the first peak: about how much a sequence frees over the one before
 _LEAST = 1 / 1024  # of the first peak without state: smaller values are not worth a run
 _MOST_TRIES = 1000
+_MOST_RUNS = 2_000_000  # that are looked at: larger graphs get fewer tries, each of which takes longer
 _MOST_REPEATS = 2  # for each step, on average
 _NOTED = 32  # places: after so many at which something is done, the next sequence may begin
 _DEAR = 1.25  # times the price that was expected: what costs more is tried after others
@@ -54,17 +55,19 @@ def sequels(
     link: Link | None = None,
     state: State | None = None,
     new: frozenset[int] = frozenset(),
+    at_any_price: bool = False,
 ) -> Iterator[Sequel]:
     """The given order, and then sequences that take less and less memory.
 
     What is in `kept` is never freed and takes no memory here: what the caller gives and gets. But `state`
     counts, at all times, unless it is moved; and so do the results `new`. Without `link`, nothing is.
+    `at_any_price`: all that may go where the most is live goes at once, so the least is soon known.
     """
     search = Search(tasks, order, nbytes, kept, link, state or {}, new)
     best = search.unfolded({}, frozenset())
     assert best is not None
     yield best.sequel
-    step = int(best.peak * _STEP)
+    step = best.peak if at_any_price else int(best.peak * _STEP)
     search.least = max(int(best.load.max(initial=0) * _LEAST), 1)
     lowest = best.peak
     tried = _Tried(search)
@@ -73,7 +76,7 @@ def sequels(
     useless = set[Hashable]()  # what was tried to drop since the last that helped: others may be the same
     possible = search.choices(best, dropped)
     width = len(possible)  # the most that are tried together: fewer after that has failed
-    for _ in range(_MOST_TRIES):
+    for _ in range(min(_MOST_TRIES, _MOST_RUNS // max(len(order), 1))):
         choices = tried.ranked(possible)
         if not choices:
             if not tried.forget():
@@ -85,13 +88,13 @@ def sequels(
             drops = {gap: each.drop for each in chosen for gap in (each.gap, *each.also)}
             trial_drops = {**dropped, **drops}
             trial_stays = stays.union(*(choice.stays for choice in chosen))
-            most = best.price + _DEAR * sum(map(tried.price, chosen))
+            most = math.inf if at_any_price else best.price + _DEAR * sum(map(tried.price, chosen))
             trial, key = None, (frozenset(drops.items()), trial_stays)
             if key not in useless:  # what a single choice costs has to be known
                 limit = most if len(chosen) > 1 else math.inf
                 trial = search.unfolded(trial_drops, trial_stays, limit, best)
             improves = trial is not None and trial.improves(best)
-            if trial is not None and improves and trial.price <= most:
+            if trial is not None and improves and (at_any_price or trial.price <= most):
                 best, dropped, stays = trial, trial_drops, trial_stays
                 width = 2 * len(chosen)
                 break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -23,6 +24,9 @@ from penstock.train.scaling import Scaling, parse_rate, predicted
 from penstock.train.stepping import training_step
 
 Fitted = Literal["batch", "context"]
+_NEAR = 1.5  # times the limit: what takes more in a plan that is soon found is too large
+_NEARLY = 3 / 4  # of the limit
+_GROWTH = 8  # from the largest size that fits to the next that is tried
 
 
 def plan_step(config: Config) -> MemoryPlan:
@@ -74,38 +78,75 @@ def plan_ranks(config: Config, ranks: int, link: str) -> Scaling:
 def largest_fit(
     config: Config, limit_bytes: int, what: Fitted, report: Callable[[int, MemoryPlan, bool], None]
 ) -> tuple[Config, MemoryPlan]:
-    """The configuration with the largest batch or context that fits a budget, by powers of 2 and bisection.
+    """The configuration with the largest batch or context that fits a budget, up to an eighth, with its plan.
 
-    With it, its plan. `report` gets every size that is tried, its plan, and whether it fits. Raises
-    SettingError where not even 1 fits.
+    `report` gets every size that is tried, its plan, and whether it fits. Raises SettingError where not even
+    1 fits.
     """
     step = _step_of(config) if what == "batch" else None  # the same for all batches
-    fitting: dict[int, MemoryPlan] = {}  # the largest so far
+    given = config.data.batch if what == "batch" else config.model.context
 
     def with_size(size: int) -> Config:
         return config.changed({"data" if what == "batch" else "model": {what: size}})
 
-    def fits(size: int) -> bool:
+    bounds, size = _Bounds(limit_bytes), 1
+    while True:
         candidate = with_size(size)
         plan = _planned(step or _step_of(candidate), candidate)
-        will_do = plan.fits(limit_bytes)
-        report(size, plan, will_do)
-        if will_do:
-            fitting.clear()
-            fitting[size] = plan
-        return will_do
+        least = plan.least_bytes  # a longer search hardly ever finds a plan that takes less, and not far less
+        fits = least <= limit_bytes or (least <= _NEAR * limit_bytes and plan.fits(limit_bytes))
+        report(size, plan, fits)
+        bounds.note(size, plan.least_bytes, fits)
+        if fits:
+            largest = candidate, plan
+        elif size == 1:
+            raise SettingError(
+                f"not even a {what} of 1 fits into {format_bytes(limit_bytes)}; use a smaller model"
+            )
+        if bounds.are_near:
+            return largest
+        size = max(given, 2) if size == 1 else bounds.between()
 
-    if not fits(1):
-        raise SettingError(
-            f"not even a {what} of 1 fits into {format_bytes(limit_bytes)}; use a smaller model"
-        )
-    low, high = 1, 2
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > max(low // 16, 1):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return with_size(low), fitting[low]
+
+class _Bounds:
+    """Between which sizes the largest lies that fits: bytes are nearly in proportion, so few are tried."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes
+        self._fitting: list[tuple[int, int]] = []  # sizes, each larger than those before, and what they take
+        self._high: tuple[int, int] | None = None  # the smallest that does not fit
+        self._tried = 0  # since it is known
+
+    def note(self, size: int, nbytes: int, fits: bool) -> None:
+        """Note that something of a size takes so many bytes."""
+        self._tried += self._high is not None
+        if fits:
+            self._fitting.append((size, nbytes))
+        else:
+            self._high = size, nbytes
+
+    @property
+    def _apart(self) -> int:
+        """What is nearer to the largest that fits is not told apart."""
+        return max(self._fitting[-1][0] // 8, 1)
+
+    @property
+    def are_near(self) -> bool:
+        """Whether the largest is known."""
+        return self._high is not None and self._high[0] - self._fitting[-1][0] <= self._apart
+
+    def between(self) -> int:
+        """The size to be tried next: that which would take all bytes, if they are in proportion."""
+        low, nbytes = self._fitting[-1]
+        least, most = low + self._apart, _GROWTH * low
+        if self._high is not None:
+            most = self._high[0] - self._apart
+            if self._tried % 2 and nbytes < _NEARLY * self._limit:  # bytes grow by leaps
+                return (low + self._high[0]) // 2
+        size, more = self._high or (self._fitting[-2] if len(self._fitting) > 1 else (0, 0))
+        slope = (more - nbytes) / (size - low)
+        reached = low + (self._limit - nbytes) / slope if slope > 0 else math.inf
+        return int(max(least, min(reached, most)))
 
 
 def _vocabulary(config: Config) -> int:
