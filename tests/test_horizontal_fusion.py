@@ -145,7 +145,7 @@ def train_gpt(device: Device, dtype: Any = ps.float32) -> list[float]:
     before = ps.default_device()
     ps.use(device)
     try:
-        model = nn.GPT(vocab_size=31, context=8, width=16, layers=1, heads=2)
+        model = nn.GPT(vocab_size=31, context=8, width=16, layers=2, heads=2)
         if dtype != ps.float32:
             model.to(dtype)
         optimizer = optim.AdamW(model.parameters(), lr=0.01, clip_norm=0.5)
