@@ -445,6 +445,15 @@ def given_rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tuning_cache, "cache_folder", lambda: tmp_path / "cache")  # where they are kept
 
 
+# The command `penstock` in a process of its own, with such rates, which runs measure for their report.
+COMMAND_WITH_RATES = """
+from penstock.cli import main
+from penstock.measuring import ceilings
+ceilings._measured = lambda *_: 1e11
+main()
+"""
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _collections_see_one_file() -> None:
     """Late in a run, a collection of all objects takes 0.15 s, and many tests ask for hundreds.

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 import penstock as ps
+from penstock.measuring import ceilings
 from penstock.train import NoView
 from penstock.train.callbacks import Callback
 
@@ -117,6 +118,7 @@ def kill_while_writing(rank: int, call: int, later: float) -> None:
 
 def trainer(options: dict[str, Any]) -> dict[str, Any]:
     """A run of the trainer in a folder, which may be killed at a step."""
+    ceilings._measured = lambda *_: 1e11  # which takes its time
     ps.random.manual_seed(5)
     norm = [ps.nn.BatchNorm1d(8)] if options.pop("norm", False) else []
     model = ps.nn.Sequential(ps.nn.Linear(4, 8), *norm, ps.nn.Dropout(0.1), ps.nn.Linear(8, 2))

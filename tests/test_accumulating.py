@@ -104,7 +104,7 @@ def test_gradients_accumulate_under_a_budget_with_the_same_bits(
 
 
 @given(share=st.floats(0, 1), network=st.sampled_from(["momentum", "masters"]))
-@settings(max_examples=examples(20, 5))
+@settings(max_examples=examples(12, 5))
 def test_so_they_do_under_any_budget(share: float, network: str) -> None:
     device, least, state, expected = known("opencl-device", network)
     limit = int(least + share * state)

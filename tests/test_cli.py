@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import COMMAND_WITH_RATES
 from typer.testing import CliRunner, Result
 
 import penstock as ps
@@ -265,7 +266,7 @@ def test_generate_reads_the_folders_of_hugging_face() -> None:
 
 
 def started(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "penstock", *arguments]
+    command = [sys.executable, "-c", COMMAND_WITH_RATES, *arguments]
     pipe = subprocess.PIPE
     return subprocess.Popen(
         command, stdout=pipe, stderr=pipe, text=True, env={**os.environ, "COLUMNS": "200"}

@@ -92,7 +92,7 @@ def check(result: list[np.ndarray], wanted: list[np.ndarray]) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * max(1.0, np.abs(b).max()))
 
 
-@settings(max_examples=examples(200, 40), deadline=None)
+@settings(max_examples=examples(100, 40), deadline=None)
 @given(
     size=st.integers(1, 4),
     stride=st.integers(1, 5),

@@ -106,7 +106,7 @@ def expected_chain(x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.slow("webgpu")
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=examples(25, quick=4), deadline=None)
+@settings(max_examples=examples(12, quick=4), deadline=None)
 @given(seed=st.integers(0, 1 << 20), size=st.integers(8, 60))
 @example(seed=488, size=46)  # the epilogue of a product in float64
 @example(seed=244, size=44)  # a sum of integers that NumPy computes

@@ -118,7 +118,7 @@ def decoder(model: LanguageModel) -> Decoder:
 
 
 @given(REQUESTS, st.integers(1, 4), st.integers(4, 12))
-@settings(max_examples=examples(60, 8), deadline=None)
+@settings(max_examples=examples(30, 8), deadline=None)
 def test_sequences_that_come_and_go_get_the_tokens_that_they_get_alone(
     model: LanguageModel, decoder: Decoder, requests: list[Any], slots: int, pages: int
 ) -> None:

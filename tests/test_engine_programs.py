@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+from conftest import until
 from served import in_process
 from test_engine import built
 from test_generation import byte_level
@@ -124,8 +125,8 @@ def test_a_prepared_engine_gives_the_tokens_of_others() -> None:
         requests = [engine.submit(list(range(1, n)), 6, **plain) for n in (3, 20, 40)]
         requests += [engine.submit(list(range(1, n)), 6, **drawn) for n in (3, 20, 40)]
         assert [request.result().ids for request in requests] == [each.ids for each in wanted]
-        while engine.preparing[0] < engine.preparing[1]:
-            assert engine.failure is None
+        until(lambda: engine.preparing[0] >= engine.preparing[1] or engine.failure)
+        assert engine.failure is None
         pages = [id(cache._node.value) for cache in engine._decoder._caches]
         again = [engine.submit(list(range(2, n)), 6, **drawn) for n in (5, 9, 39)]
         assert all(len(request.result().top_logprobs) == 6 for request in again)

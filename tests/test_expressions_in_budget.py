@@ -187,7 +187,7 @@ def test_a_small_expression_that_was_planned_for_a_limit() -> None:
 
 
 @given(share=st.floats(0, 1), kind=st.sampled_from(OFFLOADING))
-@settings(max_examples=examples(20, 4), deadline=None)
+@settings(max_examples=examples(12, 4), deadline=None)
 def test_an_expression_has_the_same_bits_under_any_budget(share: float, kind: str) -> None:
     device = offloading(kind)
     x = given_to(device)

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import COMMAND_WITH_RATES
 
 import penstock as ps
 from penstock import files as files_module
@@ -150,7 +151,7 @@ def test_each_window_once_within_its_chunk_then_anywhere(text: Text, tmp_path: P
 def test_a_killed_run_is_resumed_to_the_same_bits(tmp_path: Path) -> None:
     """Killed at several moments while it tokenizes, and each time resumed, with or without its cache."""
     sources = python_sources("4MiB").read()
-    (tmp_path / "text.txt").write_text((sources + "\n") * 6)  # more than 16 MiB
+    (tmp_path / "text.txt").write_text((sources + "\n") * 5)  # more than 16 MiB
     (tmp_path / "c.toml").write_text(
         "[model]\ncontext = 64\nwidth = 8\nlayers = 1\nheads = 2\n[data]\nbatch = 256\nvocabulary = 300\n"
         f"path = '{tmp_path / 'text.txt'}'\n[run]\nsteps = 16\nevaluate_every = 4\nevaluate_batches = 1\n"
@@ -158,7 +159,7 @@ def test_a_killed_run_is_resumed_to_the_same_bits(tmp_path: Path) -> None:
     )
 
     def begin(run: str, *given: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "penstock", "train", *given]
+        command = [sys.executable, "-c", COMMAND_WITH_RATES, "train", *given]
         environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / f"{run} cache")}
         return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, cwd=tmp_path)
 

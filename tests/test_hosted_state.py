@@ -317,7 +317,7 @@ def check_larger(far: Device, network: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @given(share=st.floats(0, 1), network=st.sampled_from(["momentum", "masters"]))
-@settings(max_examples=examples(20, quick=3))
+@settings(max_examples=examples(12, quick=3))
 def test_so_it_does_under_any_budget(share: float, network: str) -> None:
     device, plan, expected = known(network)
     limit = int(plan.smallest_bytes + share * (plan.unlimited_bytes - plan.smallest_bytes))

@@ -184,9 +184,12 @@ COMPILED = [
 ]
 
 
-@pytest.mark.slow("bfloat16", "sm_80")
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize("dtype", [float32, bfloat16, float16], ids=str)
+@pytest.mark.slow("sm_80")
+@pytest.mark.parametrize(
+    ("dtype", "architecture"),
+    [(float32, "sm_80"), (float32, "sm_90a"), (bfloat16, "sm_80"), (float16, "sm_90a")],
+    ids=str,
+)
 def test_kernels_compile(dtype: np.dtype[Any], architecture: str) -> None:
     for stride, dilation, (channels, outputs, groups) in COMPILED:
         geometry = Geometry(stride, ((1, 1), (0, 2)), dilation, groups)

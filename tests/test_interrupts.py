@@ -282,7 +282,7 @@ def test_a_script_survives_many_interrupts_and_ends_after_the_last() -> None:
     try:
         assert process.stdout.readline() == "ready\n"
         rng = random.Random(0)
-        for _ in range(60):
+        for _ in range(30):
             watchdog = threading.Timer(PATIENCE, process.kill)
             watchdog.start()
             assert process.stdout.readline() == "goes on\n"

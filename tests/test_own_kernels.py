@@ -272,7 +272,7 @@ _NUMPY: dict[str, Any] = {
 _NUMPY |= {name: getattr(np, name) for name in ("sin", "cos", "tanh", "exp", "sqrt", "square", "where")}
 
 
-@settings(max_examples=examples(25, quick=8), deadline=None)
+@settings(max_examples=examples(16, quick=8), deadline=None)
 @given(st.recursive(_LEAVES.map(lambda leaf: (leaf, leaf)), _grown, max_leaves=6), st.integers(0, 3))
 def test_random_formulas_agree_with_numpy_and_unfused(texts: tuple[str, str], seed: int) -> None:
     x, y = array(6, 8, seed=seed), array(8, seed=seed + 10)

@@ -267,8 +267,11 @@ TILED = [
 ]
 
 
-@pytest.mark.parametrize("case", TILED, ids=[f"tiled{number}" for number in range(len(TILED))])
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, (np.float16, ml_dtypes.bfloat16)[number % 2]) for number, case in enumerate(TILED)],
+    ids=[f"tiled{number}" for number in range(len(TILED))],
+)
 def test_tiles_of_positions(case: tuple[Any, ...], dtype: Any) -> None:
     (rows, heads, key_heads, size), reach, window, cap = case
     driver = OpenCLDriver(NATIVE, "tiles")

@@ -82,7 +82,7 @@ def norm(x: ps.Tensor, scale: ps.Tensor, centred: bool) -> ps.Tensor:
     centred=st.booleans(),
     dtype=st.sampled_from(["float32", "bfloat16"]),
 )
-@settings(max_examples=examples(24, quick=8), deadline=None)
+@settings(max_examples=examples(12, quick=8), deadline=None)
 def test_a_norm_is_part_of_the_product(
     device: Device, rows: int, columns: int, centred: bool, dtype: str
 ) -> None:

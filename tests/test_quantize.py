@@ -142,7 +142,7 @@ def test_kernels_for_gpus_in_opencl(driver: OpenCLDriver, rows: int, bits: int) 
     assert_product(result[GUARD:-GUARD].reshape(rows, 21), x.astype(np.float64), packed, bits, "float32")
 
 
-@settings(max_examples=examples(40, 5))
+@settings(max_examples=examples(25, 5))
 @given(data=st.data())
 def test_products_of_any_sizes(data: st.DataObject) -> None:
     rows, outputs = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 40))
@@ -158,7 +158,7 @@ def test_products_of_any_sizes(data: st.DataObject) -> None:
     assert_product(result, x.astype(np.float32).astype(np.float64), packed, bits, "float32")
 
 
-@settings(max_examples=examples(60, 10))
+@settings(max_examples=examples(40, 10))
 @given(
     outputs=st.integers(1, 9),
     inputs=st.integers(1, 150),

@@ -492,7 +492,7 @@ min_p repetition_penalty seed logprobs top_logprobs echo suffix best_of user too
 MESSAGE = st.dictionaries(st.sampled_from(["role", "content", "name", "tool_calls"]), JUNK | st.just("user"))
 
 
-@settings(max_examples=examples(400, quick=50))
+@settings(max_examples=examples(200, quick=50))
 @given(
     path=st.sampled_from([TEXT, CHAT]),
     body=st.dictionaries(st.sampled_from(NAMES.split()) | st.text(max_size=5), JUNK, max_size=5),
@@ -512,7 +512,7 @@ def test_any_body_has_an_answer_in_the_format(
         assert is_error(tree)
 
 
-@settings(max_examples=examples(200, quick=20))
+@settings(max_examples=examples(100, quick=20))
 @given(
     body=st.binary(max_size=60) | st.text(max_size=60).map(lambda text: text.encode(errors="surrogatepass"))
 )

@@ -190,12 +190,19 @@ def test_ranks_need_the_same_folder(tmp_path: Path) -> None:
 # Kills
 
 
+WRITING: dict[str, Any] = {"steps": 8, "checkpoint_every": 1, "evaluate_every": 4}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a run gives that nothing kills."""
+    return result(1, "trainer", folder=str(tmp_path_factory.mktemp("run") / "whole"), **WRITING)
+
+
 @pytest.mark.slow("1", "2")
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_ranks_that_are_killed_while_they_write(seed: int, tmp_path: Path) -> None:
+def test_ranks_that_are_killed_while_they_write(whole: dict[str, Any], seed: int, tmp_path: Path) -> None:
     rng = np.random.default_rng(seed)
-    options: dict[str, Any] = {"steps": 8, "checkpoint_every": 1, "evaluate_every": 4}
-    whole = result(1, "trainer", folder=str(tmp_path / "whole"), **options)
     folder = tmp_path / "killed"
     for count, latest in ((2, 9), (4, 7))[: 2 if seed else 1]:
         moment = {
@@ -204,11 +211,11 @@ def test_ranks_that_are_killed_while_they_write(seed: int, tmp_path: Path) -> No
             "later": float(rng.choice([0, 1e-4, 1e-3])),
         }
         zero = {"zero": int(rng.integers(4))}
-        killed = started(count, "trainer", folder=str(folder), writing=moment, parallel=zero, **options)
+        killed = started(count, "trainer", folder=str(folder), writing=moment, parallel=zero, **WRITING)
         assert killed.returncode != 0, moment
         if checkpoints.checkpoint_files(folder):
             assert checkpoints.load_last(folder)[1] == []  # none is damaged
-    resumed = result(1, "trainer", folder=str(folder), **options)
+    resumed = result(1, "trainer", folder=str(folder), **WRITING)
     assert resumed["losses"] == whole["losses"]
     assert resumed["validation"] == whole["validation"]
     assert resumed["weights"] == whole["weights"]

@@ -63,7 +63,7 @@ def test_a_concatenation_of_reshaped_values_has_vectors() -> None:
     assert "float8" in text_of(elementwise.negative(shaping.concat(rows, 2)))
 
 
-@settings(max_examples=examples(30, 8), deadline=None)
+@settings(max_examples=examples(20, 8), deadline=None)
 @given(data=st.data())
 def test_any_short_axes(device: Device, data: st.DataObject) -> None:
     """Strides, orders of axes and repetitions, which no axis is long enough for by itself."""

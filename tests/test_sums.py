@@ -117,7 +117,7 @@ def test_reductions_of_axes_that_lie_apart(
     np.testing.assert_allclose(halves, x.astype(np.float16).sum(axes, np.float32), rtol=2e-3, atol=2e-3)
 
 
-@settings(max_examples=examples(40, 8), deadline=None)
+@settings(max_examples=examples(20, 8), deadline=None)
 @given(data=st.data())
 def test_padded_and_concatenated_rows(data: st.DataObject) -> None:
     """Of lengths that are no multiple of a vector, with borders anywhere in a row."""

@@ -281,7 +281,7 @@ LONG_ROWS: list[Any] = [
 ] * bool(CUDA_KINDS)
 
 
-@pytest.mark.slow("webgpu", "(1, 60)", "(3, 40)")
+@pytest.mark.slow("webgpu", "(1, 30)", "(3, 20)")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     ("dtype", "shape", "axis", "descending"),
@@ -289,13 +289,13 @@ LONG_ROWS: list[Any] = [
         ("float32", (9, 10), 1, False),
         ("float32", (9, 10), 1, True),
         ("float32", (5, 40), 1, False),
-        ("float32", (3, 40, 2), 1, True),
+        ("float32", (3, 20, 2), 1, True),
         ("float32", (1, 9000), 1, False),
-        ("float64", (3, 40), 1, False),
+        ("float64", (3, 20), 1, False),
         ("int32", (2, 5000, 2), 1, True),
-        ("int64", (1, 60), 1, False),
+        ("int64", (1, 30), 1, False),
         ("int8", (2, 4500), 1, True),
-        ("bool", (3, 40), 1, True),
+        ("bool", (3, 20), 1, True),
         ("bool", (1,), 0, False),
         *LONG_ROWS,
     ],

@@ -23,7 +23,7 @@ INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
 DTYPES = ["bool", *INTEGERS, "float16", "float32", "float64", "complex64", "complex128"]
 VERBS = ["sum", "flip", "add", "tanh", "index", "write", "permute", "where", "+="]
 relaxed = settings(
-    max_examples=examples(12, quick=5), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(8, quick=5), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 

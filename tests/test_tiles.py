@@ -59,7 +59,7 @@ def test_every_dtype_and_rest_of_a_tile(device: Device, shape: tuple[int, int], 
 
 
 @given(st.data())
-@settings(max_examples=examples(30, 10), deadline=None)
+@settings(max_examples=examples(20, 10), deadline=None)
 def test_any_order_of_axes(device: Device, data: st.DataObject) -> None:
     lengths = st.sampled_from([1, 2, 3, 15, 16, 17, 31, 40])
     shape = tuple(data.draw(st.lists(lengths, min_size=2, max_size=4)))

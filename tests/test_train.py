@@ -242,7 +242,6 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path, config: Config) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("default_device")
 def test_accumulated_batches_are_like_one_large_batch(tmp_path: Path, config: Config) -> None:
     config = config.changed({"model": {"dropout": 0.0}, "run": {"steps": 4}, "data": {"validation": 0.0}})
     TextTrainer(config.changed({"data": {"batch": 6}}), tmp_path / "large", Silent()).fit()
@@ -252,10 +251,12 @@ def test_accumulated_batches_are_like_one_large_batch(tmp_path: Path, config: Co
     np.testing.assert_allclose([item[1] for item in small], [item[1] for item in large], rtol=1e-4)
 
 
-@pytest.mark.usefixtures("default_device")
-@pytest.mark.slow("bfloat16", "float16")
-@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
-def test_half_precision_trains_and_resumes(tmp_path: Path, config: Config, precision: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "number"), [("float16", -1), ("bfloat16", 0)])
+def test_half_precision_trains_and_resumes(
+    tmp_path: Path, config: Config, precision: str, number: int
+) -> None:
+    ps.use(ps.devices()[number])
     config = config.changed({"model": {"precision": precision}, "run": {"steps": 20}})
     view = Silent()
     TextTrainer(config, tmp_path / "run", view).fit()

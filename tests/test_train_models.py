@@ -294,7 +294,6 @@ def test_a_run_goes_on_with_its_own_model(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("default_device")
 def test_a_killed_run_resumes_to_the_same_bits(
     base: Callable[[str], Path], config: Config, tmp_path: Path
 ) -> None:
@@ -317,7 +316,8 @@ def test_a_killed_run_resumes_to_the_same_bits(
     """
     place = Path(__file__).parent
     code = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(code, cwd=place, timeout=120, check=False)
+    environment = {**os.environ, "PENSTOCK_DEVICE": "host"}
+    done = subprocess.run(code, cwd=place, env=environment, timeout=120, check=False)
     assert done.returncode == -signal.SIGKILL
     assert resume(killed).fit()
     assert measured(killed) == measured(whole), f"killed at step {step}"

@@ -222,7 +222,7 @@ def test_kills_at_random_moments_leave_the_same_bits(tmp_path: Path, name: str) 
 def test_kills_at_random_moments_leave_the_same_bits_on_the_default_device(tmp_path: Path) -> None:
     device = ps.devices()[0].name
     killed_often("own", tmp_path / "whole", device, 0, random.Random())  # in a process with the same compiler
-    killed_often("own", tmp_path / "run", device, 2, random.Random(0))
+    killed_often("own", tmp_path / "run", device, 1, random.Random(0))
     assert_same(tmp_path / "run", tmp_path / "whole")
 
 
@@ -252,12 +252,11 @@ def test_a_signal_saves_and_another_fit_goes_on(tmp_path: Path) -> None:
 def test_augmented_samples_of_workers_are_resumed_too(tmp_path: Path) -> None:
     def run(folder: Path, **changed: Any) -> ps.Trainer:
         data = ps.data.Loader(Noisy(), batch=4, shuffle=True, workers=2)
-        return line_run(folder, data=data, **changed)
+        return line_run(folder, data=data, epochs=2, **changed)
 
     assert run(tmp_path / "whole", callbacks=[Callback()]).fit()
-    for step in (3, 7):
-        with pytest.raises(InterruptedError):
-            run(tmp_path / "run", callbacks=[Failing(step)], checkpoint_every=2).fit()
+    with pytest.raises(InterruptedError):  # in the second epoch, after a step that has no checkpoint
+        run(tmp_path / "run", callbacks=[Failing(7)], checkpoint_every=2).fit()
     assert run(tmp_path / "run", callbacks=[Callback()]).fit()
     assert lines(tmp_path / "run") == lines(tmp_path / "whole")
 

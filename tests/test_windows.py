@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import SMALL, WEBGPU_KINDS, compiled, examples, gpt_losses
+from conftest import DRIVERS, SMALL, WEBGPU_KINDS, compiled, examples, gpt_losses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_random_graphs import check, poison
@@ -369,6 +369,8 @@ def compare(device: Device, compute: Computed, dtype: str, shape: tuple[int, int
 
 CASES = [(name, "float32") for name in FLOATS]
 CASES += [(name, dtype) for name in ANY for dtype in ("float32", "int8", "float16", "int64")]
+# Each takes seconds to compile, and every width of items is that of another of them, too.
+CASES = [case for case in CASES if case not in (("sorted rows", "int64"), ("sorted columns", "int64"))]
 CASES += [(name, dtype) for name in WHOLE for dtype in ("int32", "int64", "int8")]
 
 
@@ -446,7 +448,7 @@ SINGLE = {
     "scan": lambda: reducing.cumulative_sum(array("int32", (3, 700)), 1),
     "scan of columns": lambda: reducing.cumulative_sum(array("float32", (90, 23)), 0),
     "extremes": lambda: reducing.argmax(array("float32", (3, 700)), 1),
-    "sort": lambda: reducing.argsort(array("float32", (1, 1500)), 1, False),
+    "sort": lambda: reducing.argsort(array("float32", (6, 250)), 1, False),
     "sort in memory": lambda: reducing.argsort(array("int32", (1, 9000)), 1, True),
     "scatter": lambda: contraction.scatter_add(array("float32", (200, 16)), index(200, 300), 300),
     "scatter of halves": lambda: contraction.scatter_add(array("float16", (200, 15)), index(200, 300), 300),
@@ -502,7 +504,7 @@ def trained(device: Device, steps: int = 3) -> list[np.ndarray]:
 @pytest.mark.slow("4096", "8192", "1024")
 @pytest.mark.parametrize(("binding", "buffers"), [(4096, 32), (8192, 10), (1024, 8)])
 def test_a_table_larger_than_a_binding_is_trained(binding: int, buffers: int) -> None:
-    device, plain = opened(binding, buffers), opened(1 << 27)
+    device, plain = opened(binding, buffers), Device.over(DRIVERS["host"](), SMALL)
     for value, other in zip(trained(device), trained(plain), strict=True):
         np.testing.assert_allclose(value, other, rtol=1e-3, atol=1e-5)
     device.close()
@@ -512,8 +514,7 @@ def test_a_table_larger_than_a_binding_is_trained(binding: int, buffers: int) ->
 @pytest.mark.slow
 def test_a_gpt_is_trained_with_windows() -> None:
     losses = []
-    for binding in (8192, 1 << 27):
-        device = opened(binding)
+    for device in (opened(8192), Device.over(DRIVERS["host"](), SMALL)):
         losses.append(gpt_losses(device, layers=1, batches=2)[0])
         device.close()
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)

