@@ -165,8 +165,8 @@ def test_a_trained_network_moves_values_and_has_the_same_bits(target: str, link:
     arrays = [node.value for node in structure.inputs]
     expected = [array.tobytes() for array in simulate(free, arrays, structure.constants())]
     recomputing, _ = planned(trained(8, 24, 96)[0], TARGETS[target], None)
-    least = smallest(within)
-    assert least < smallest(recomputing)
+    least, without = smallest(within), smallest(recomputing)
+    assert least <= without  # equal where all can be computed again, at any price
     choice = random.Random(target)
     last = free.taken_bytes + 1
     for limit in sorted({free.taken_bytes, least, *choice.choices(range(least, last), k=4)}, reverse=True):
@@ -177,7 +177,8 @@ def test_a_trained_network_moves_values_and_has_the_same_bits(target: str, link:
         assert bool(schedule.moved) == ("to the host, to save memory" in str(schedule))
         assert bool(schedule.moved) == bool(schedule.host_bytes) == ("back from the host" in str(schedule))
     assert within(Budget(least)).moved
-    with pytest.raises(OutOfDeviceMemory, match="recomputed or moved to the host") as refused:
+    tried = "all is recomputed or moved to the host" if least < without else "all is recomputed"
+    with pytest.raises(OutOfDeviceMemory, match=tried) as refused:
         within(Budget(least - 1))
     assert refused.value.smallest == least
 
