@@ -204,9 +204,9 @@ def within(name: str, device: ps.Device, limits: list[str], report: Report) -> N
     base, unit = MODELS[name], max(1, MODELS[name].batch // 4)
     tokens = np.random.default_rng(0).integers(0, base.vocab, (1, base.context + 1))
 
-    def needed(count: int) -> int:
+    def fits(count: int, limit: int) -> bool:
         ours = Budgets(base, np.repeat(tokens, count * unit, 0), device)
-        return int(ps.memory.plan(ours.step(None), ours.tokens).smallest_bytes) + SLACK
+        return bool(ps.memory.plan(ours.step(None), ours.tokens).least_bytes <= limit - SLACK)
 
     def measured(batch: int, limit: int) -> tuple[float, int]:
         """Tokens a second inside a budget, and the bytes taken."""
@@ -220,11 +220,11 @@ def within(name: str, device: ps.Device, limits: list[str], report: Report) -> N
 
     for text in limits:
         limit, few, many = parse_bytes(text), 0, 1
-        while needed(many) <= limit:
+        while fits(many, limit):
             few, many = many, 2 * many
         while many - few > 1:
             middle = (few + many) // 2
-            few, many = (middle, many) if needed(middle) <= limit else (few, middle)
+            few, many = (middle, many) if fits(middle, limit) else (few, middle)
         # The largest, and one that leaves room: less is computed again. State that the plan does not count,
         # such as the last losses, may take what is left of the budget.
         for batch in sorted({few * unit, (few - 1) * unit, few * unit * 2 // 3}, reverse=True):
