@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DRIVERS, SMALL, GraphingHost, compiled
+from conftest import DRIVERS, SMALL, GraphingHost, compiled, until
 
 import penstock as ps
 from penstock import Device, tuning_cache
@@ -560,7 +560,7 @@ def test_many_profiles_leave_no_native_object_behind(device: Device, kernels: Ke
         once()
     gc.collect()
     device.cleanup()  # idle memory keeps its last event
-    assert device.driver.native_handles() <= handles
+    until(lambda: device.driver.native_handles() <= handles)  # PoCL's threads release what commands held
     assert device.driver.allocated_bytes == nbytes
 
 
