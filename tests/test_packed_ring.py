@@ -86,6 +86,7 @@ def operands(
     return [placeholder(array.shape, checked(array.dtype)) for array in arrays], arrays
 
 
+@pytest.mark.slow("130", "200")
 @pytest.mark.parametrize(
     ("rows", "features", "inner", "units", "splits", "bits", "group", "dtype"),
     [
@@ -114,6 +115,7 @@ def test_products(
     assert_product(result, arrays[0].astype(np.float64), packed, bits, dtype)
 
 
+@pytest.mark.slow("288")
 @pytest.mark.parametrize(("bits", "inner", "splits"), [(4, 288, 1), (8, 544, 2)])
 def test_a_product_gates_another(driver: OpenCLDriver, bits: int, inner: int, splits: int) -> None:
     rows = 18
