@@ -40,7 +40,7 @@ def find_devices() -> list[cl.Device]:
 
 def problem(device: cl.Device) -> str:
     """Why a device cannot be used; empty if it can."""
-    return pocl.problem(device) if device.platform.name == pocl.PLATFORM else ""
+    return pocl.problem() if device.platform.name == pocl.PLATFORM else ""
 
 
 def opencl_capabilities(device: cl.Device, memory: MemoryKind | None = None) -> Capabilities:

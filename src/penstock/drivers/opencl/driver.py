@@ -181,7 +181,8 @@ class OpenCLDriver(Driver):
             raise self._refusal(names, error) from None
 
     def _refusal(self, names: Collection[str], error: cl.Error) -> CompileError:
-        return CompileError(f"{self.name} refused the source of {sorted(names)}:\n{error}")
+        hint = pocl_cpu.HINT if pocl_cpu.REFUSED in str(error) else ""
+        return CompileError(f"{self.name} refused the source of {sorted(names)}:\n{error}{hint}")
 
     def _whole_program(self, source: str, names: Collection[str], device: cl.Device) -> cl.Program:
         """The same with the code of all its kernels, which is kept on disk."""

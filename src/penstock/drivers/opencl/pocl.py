@@ -32,7 +32,6 @@ from penstock.config import cache_folder
 from penstock.drivers.binaries import Binaries
 from penstock.drivers.driver import at_end
 from penstock.drivers.environment import environment
-from penstock.drivers.opencl import pocl_cpu
 
 try:
     import fcntl
@@ -68,16 +67,14 @@ def extra_flags() -> str:
     return _extra_flags or ""
 
 
-def problem(device: cl.Device) -> str:
-    """Why PoCL would abort the process at the first kernel, or refuse it; empty if it would not."""
+def problem() -> str:
+    """Why PoCL would abort the process at the first kernel; empty if it would not."""
     path = os.environ.get("PATH", "")  # if PATH is not set, PoCL searches nowhere
     if not any(shutil.which(linker, path=path) for linker in _LINKERS):
         return (
             "PoCL needs the linker ld to compile kernels, and no folder of PATH has it; "
             "apt install binutils brings it"
         )
-    if pocl_cpu.is_unknown(device):
-        return "PoCL's compiler is older than this CPU and cannot compile for it; a newer PoCL can"
     return "" if cache() is not None else "PoCL finds no folder with free space to write kernels to"
 
 

@@ -17,6 +17,8 @@ from typing import BinaryIO
 
 import pyopencl as cl
 
+REFUSED = "unknown target CPU"  # in Clang's words
+HINT = "\nPoCL's compiler is older than this CPU; a newer PoCL may know it"
 _UNKNOWN = b"generic"
 # The levels that Clang knows as CPUs, with what Linux calls their instructions.
 _LEVELS = (
@@ -31,24 +33,20 @@ _POINTER = ctypes.sizeof(ctypes.c_void_p)
 _given: dict[int, str] = {}  # names by the addresses of the devices' records
 
 
-def is_unknown(device: cl.Device) -> bool:
-    """Whether PoCL cannot compile for a device of its own, as its CPU has no name yet."""
-    is_x86 = platform.machine() == "x86_64"  # elsewhere, Clang knows a generic CPU
-    return is_x86 and device.version.endswith("-" + _UNKNOWN.decode()) and device.int_ptr not in _given
-
-
 def name_cpu(device: cl.Device) -> None:
     """Give a device of PoCL whose CPU is unknown a name, before anything is compiled for it.
 
-    Nothing is changed if the record of the device is not as expected: `is_unknown` is true then.
+    Nothing is changed if the record of the device is not as expected.
     """
-    if is_unknown(device):
+    is_x86 = platform.machine() == "x86_64"  # elsewhere, Clang knows a generic CPU
+    is_unknown = device.version.endswith("-" + _UNKNOWN.decode()) and device.int_ptr not in _given
+    if is_x86 and is_unknown:
         with suppress(OSError, AttributeError):
             _write_name(device.int_ptr, level(_flags()))
 
 
 def given_name(device: cl.Device) -> str:
-    """The name that a device's CPU was given; empty if PoCL knows it."""
+    """The name that a device's CPU was given; empty if it has PoCL's."""
     return _given.get(device.int_ptr, "")
 
 
