@@ -194,7 +194,7 @@ class _Products:
         self._left: list[list[list[ir.Expr]]] = []  # by tile, and by half of its features: a thread's parts
         parts = _STEP // problem.each // _WORDS  # of a line
         for number, tile in enumerate(self._tiles):
-            halves: list[list[ir.Expr]] = []
+            pair: list[list[ir.Expr]] = []
             for half in range(2):
                 line = k.let(f"line{number}_{half}", tile * FEATURES + own + half * (FEATURES // 2))
                 places = [
@@ -202,14 +202,14 @@ class _Products:
                     for turn in range(parts // 4)
                 ]
                 names = [f"left{number}_{half}_{turn}" for turn in range(parts // 4)]
-                halves.append(
+                pair.append(
                     [
                         k.let(name, row_words + place * _WORDS)
                         for name, place in zip(names, places, strict=True)
                     ]
                 )
                 self._scales.append(self._scale(f"scales{number}_{half}", number, line, division, first))
-            self._left.append(halves)
+            self._left.append(pair)
         swizzle = k.let("swizzle", part // 2 | own % 2 * 2)
         self._right = [
             k.let(f"right{turn}", own * _LINE + (part * 4 + (swizzle ^ turn)) * _WORDS) for turn in range(4)
@@ -249,7 +249,7 @@ class _Products:
     def add(self, stage: ir.Expr, factors: Sequence[ir.Var]) -> None:
         """Add the products of the lines of a stage."""
         k, problem = self._k, self._problem
-        words = [[self._words(stage, places) for places in halves] for halves in self._left]
+        words = [[self._words(stage, places) for places in pair] for pair in self._left]
         for turn, right in enumerate(self._right):
             rows = {
                 tile: k.load_part(self._ring, stage + right + tile * (ROWS * _LINE))
