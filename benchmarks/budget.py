@@ -3,8 +3,9 @@
     python benchmarks/budget.py [--device opencl:0] [--model nano] [--compile] [--alone] [--save FILE]
     python benchmarks/budget.py --within 8GiB 24GiB     # the largest batch inside, and its speed
 
-The budgets are shares of what the step takes without a budget, and the smallest that would do. All train
-the same model, in turn, in one process; a ratio of time is that to the step without a budget. Memory is what
+The budgets are shares of what the step takes without a budget, and the smallest that would do, in turn. Each
+peer trains the same model in turn with the step without a budget, one peer after the other, as all of them
+would not fit; all is in one process, and a ratio of time is that to the step without a budget. Memory is what
 the driver has given out; PyTorch's is what its allocator has reserved, on CUDA only; JAX's what XLA plans. On
 CUDA, or with --compile, PyTorch is also compiled with `activation_memory_budget`, its own knob for the bytes
 that are saved for the gradient.
@@ -16,6 +17,7 @@ import argparse
 import gc
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,8 @@ RATE = 3e-4
 STEPS = 3  # of each side in a round
 MIB = 1 << 20
 SLACK = 128 << 10  # bytes above the smallest budget, for losses and other small tensors
+
+Side = tuple[Callable[[], Any], int]  # some training steps of a peer, and its bytes, if they are known
 
 torch = installed("torch")
 checkpoint = installed("torch.utils.checkpoint")
@@ -78,7 +82,7 @@ class Budgets:
 
         return run
 
-    def physical_bytes(self, run: Callable[[], None]) -> int:
+    def physical_bytes(self, run: Callable[[], object]) -> int:
         """The bytes that the driver has allocated after some steps, when arenas and results exist."""
         gc.collect()
         self.device.cleanup()
@@ -143,31 +147,33 @@ def torch_peak(run: Callable[[], None]) -> int:
     return int(torch.cuda.max_memory_reserved())
 
 
-def jax_peers(sizes: Gpt, tokens: Any, cuda: bool) -> dict[str, tuple[Callable[[], None], int]]:
-    """The sides of JAX, plain and with a checkpoint per block, with the memory that XLA plans."""
-    if jax_gpt.jax is None or (cuda and jax_gpt.jax.default_backend() != "gpu"):
-        return {}
-    sides = {"jax": False, "jax, checkpoints": True}
-    return {
-        name: jax_gpt.side(sizes, tokens, RATE, STEPS, cuda, checkpoints)
-        for name, checkpoints in sides.items()
-    }
+def torch_peer(sizes: Gpt, tokens: Any, cuda: bool, how: str, knob: float) -> Side:
+    held = torch_held() if cuda else 0
+    run = torch_side(sizes, tokens, cuda, how, knob)
+    run()  # compiles, with the knob as it is now
+    return run, torch_peak(run) - held if cuda else 0
 
 
-def peers(sizes: Gpt, tokens: Any, cuda: bool, compiles: bool) -> dict[str, tuple[Callable[[], None], int]]:
-    """The sides of PyTorch, with their memory, if it is known."""
-    if torch is None:
-        return {}
-    makers = {"torch": ("plain", 1.0), "torch, checkpoints": ("checkpoint", 1.0)}
-    if compiles:
-        makers |= {f"torch compiled, {knob:g}": ("compiled", knob) for knob in (1.0, *KNOBS)}
-    result = {}
-    for name, (how, knob) in makers.items():
-        held = torch_held() if cuda else 0
-        run = torch_side(sizes, tokens, cuda, how, knob)
-        run()  # compiles, with the knob as it is now
-        result[name] = run, torch_peak(run) - held if cuda else 0
-    return result
+def peers(sizes: Gpt, tokens: Any, cuda: bool, compiles: bool) -> dict[str, Callable[[], Side]]:
+    """What makes the sides of PyTorch and JAX. JAX's allocator keeps its memory, so these come last."""
+    makers: dict[str, Callable[[], Side]] = {}
+    if torch is not None:
+        kinds = {"torch": ("plain", 1.0), "torch, checkpoints": ("checkpoint", 1.0)}
+        if compiles:
+            kinds |= {f"torch compiled, {knob:g}": ("compiled", knob) for knob in (1.0, *KNOBS)}
+        for name, (how, knob) in kinds.items():
+            makers[name] = partial(torch_peer, sizes, tokens, cuda, how, knob)
+    if jax_gpt.jax is not None and (not cuda or jax_gpt.jax.default_backend() == "gpu"):
+        for name, checkpoints in {"jax": False, "jax, checkpoints": True}.items():
+            makers[name] = partial(jax_gpt.side, sizes, tokens, RATE, STEPS, cuda, checkpoints)
+    return makers
+
+
+def beside(ours: Callable[[], Any], make: Callable[[], Side]) -> tuple[float, float, int]:
+    """Seconds of our steps and of a peer's, in turn, and the peer's bytes. Its model is gone afterwards."""
+    run, nbytes = make()
+    best = best_of({"ours": ours, "peer": run}, rounds=5)
+    return best["ours"], best["peer"], nbytes
 
 
 def lines(name: str, device: ps.Device, compiles: bool, alone: bool, report: Report) -> None:
@@ -183,20 +189,19 @@ def lines(name: str, device: ps.Device, compiles: bool, alone: bool, report: Rep
     bits = {digest(sizes, tokens, device, limit) for limit in limits.values()}
     ours = Budgets(sizes, tokens, device)
     report.add(f"{name}: different results", len(bits), "", "= 1", len(bits) == 1, "loss and parameters")
-    sides = {what: ours.side(limit) for what, limit in limits.items()}
+    sides: Sides = {what: ours.side(limit) for what, limit in limits.items()}
     taken = {what: ours.physical_bytes(run) for what, run in sides.items()}
-    cuda = device.name.startswith("cuda")
-    others = {} if alone else peers(sizes, tokens, cuda, compiles) | jax_peers(sizes, tokens, cuda)
-    everybody: Sides = {**sides, **{what: run for what, (run, _) in others.items()}}
-    best = best_of(everybody, rounds=5)
+    best = best_of(sides, rounds=5)
     for what, limit in limits.items():
-        within = taken[what] <= limit
+        is_within = taken[what] <= limit
         detail = f"{best[what] / STEPS * 1e3:.2f} ms; {taken[what] / MIB:.1f} of {limit / MIB:.1f} MiB taken"
-        report.add(f"{name}: time at {what}", best[what] / best["100%"], "x", "in budget", within, detail)
-    for what, (_, nbytes) in others.items():
+        report.add(f"{name}: time at {what}", best[what] / best["100%"], "x", "in budget", is_within, detail)
+    cuda = device.name.startswith("cuda")
+    for what, make in ({} if alone else peers(sizes, tokens, cuda, compiles)).items():
+        own, theirs, nbytes = beside(sides["100%"], make)
         memory = f"; {nbytes / MIB:.1f} MiB" if nbytes else ""
-        detail = f"{best[what] / STEPS * 1e3:.2f} ms{memory}"
-        report.add(f"{name}: {what} over ours at 100%", best[what] / best["100%"], "x", "", None, detail)
+        detail = f"{theirs / STEPS * 1e3:.2f} ms{memory}; ours {own / STEPS * 1e3:.2f} ms"
+        report.add(f"{name}: {what} over ours at 100%", theirs / own, "x", "", None, detail)
 
 
 def within(name: str, device: ps.Device, limits: list[str], report: Report) -> None:
