@@ -196,6 +196,7 @@ NATIVE = next(
 )
 
 
+_IS_POCL = NATIVE.platform.name == pocl.PLATFORM
 _UNOPTIMIZED = "-cl-opt-disable"
 
 
@@ -204,7 +205,7 @@ class UnoptimizedDriver(OpenCLDriver):
 
     @property
     def _options(self) -> list[str]:
-        return [*super()._options, _UNOPTIMIZED] if self.keeps_compiled else super()._options
+        return [*super()._options, _UNOPTIMIZED] if _IS_POCL else super()._options
 
 
 def opencl_threads(name: str = "opencl-threads", memory: MemoryKind | None = None) -> OpenCLDriver:
@@ -372,7 +373,7 @@ def _unoptimized() -> Iterator[None]:
 
     def options(driver: OpenCLDriver) -> list[str]:
         given: list[str] = _driver_options.fget(driver)
-        return [*given, _UNOPTIMIZED] if driver.keeps_compiled and not optimize else given
+        return [*given, _UNOPTIMIZED] if _IS_POCL and not optimize else given
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OpenCLDriver, "_options", property(options))

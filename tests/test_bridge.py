@@ -200,9 +200,9 @@ def test_a_new_expression_is_computed_while_its_kernels_are_compiled(
         assert text in on_disk or goes_on.wait(60)
         return compile_(text, signatures)
 
-    def in_the_background(text: Any, signatures: Any) -> None:
+    def in_the_background(*given: Any) -> None:
         assert goes_on.wait(60)
-        compile_ahead(text, signatures)
+        compile_ahead(*given)
 
     monkeypatch.setattr(device, "compile", slowly)
     monkeypatch.setattr(device.driver, "compile_ahead", in_the_background)
@@ -244,7 +244,7 @@ def test_an_error_of_the_compiler_is_raised_where_the_expression_is_computed(
     compiled_ahead(device, on_disk, expression(x))
     compile_ = device.compile
 
-    def refuses(text: Any, signatures: Any) -> Any:
+    def refuses(text: Any, signatures: Any, groups: Any = None) -> Any:
         if text not in on_disk:
             raise CompileError("no such thing")
         return compile_(text, signatures)
@@ -275,7 +275,7 @@ def test_waiting_compilations_are_bounded(
         compiled_ahead(device, on_disk, expression(x))
     goes_on, compiled = threading.Event(), []
 
-    def in_the_background(text: Any, signatures: Any) -> None:
+    def in_the_background(text: Any, *given: Any) -> None:
         assert goes_on.wait(60)
         compiled.append(text)
 
@@ -327,7 +327,7 @@ def test_python_goes_on_while_a_kernel_is_compiled(tmp_path: Path) -> None:
     steps = " ".join(f"y = sin(y) * exp(y) + tanh(y) * {k}.5f;" for k in range(40))
     text = f"__kernel void k(__global float *x) {{ float y = x[0]; {steps} x[0] = y; }}"
     source = f"/* {tmp_path} */ {text}"
-    taken, longest = pause_of_others(lambda: device.driver.compile_ahead(source, {"k": ("float32*",)}))
+    taken, longest = pause_of_others(lambda: device.driver.compile_ahead(source, {"k": ("float32*",)}, {}))
     device.close()
     assert longest < taken / 3
 
@@ -547,9 +547,9 @@ def test_kernels_are_compiled_ahead_once_for_a_device(
         monkeypatch.setattr(
             device.driver,
             "compile_ahead",
-            lambda text, given, compiled=compiled, real=real: (
+            lambda text, *given, compiled=compiled, real=real: (
                 compiled.append(text),
-                len(compiled) <= examples(50, quick=5) and real(text, given),
+                len(compiled) <= examples(50, quick=5) and real(text, *given),
             ),
         )
         own = executables(device)
@@ -567,7 +567,7 @@ def test_what_was_missing_is_compiled_later(
     device = Device.over(DRIVERS[OPENCL](), Settings(compile_ahead=True))
     compiled: list[str] = []
     monkeypatch.setattr(device.driver, "has_compiled", compiled.__contains__)
-    monkeypatch.setattr(device.driver, "compile_ahead", lambda text, given: compiled.append(text))
+    monkeypatch.setattr(device.driver, "compile_ahead", lambda text, *given: compiled.append(text))
     monkeypatch.setattr(ahead, "_SHAPES", ())
     x = ps.asarray(values(40, 30), device=device)
     ps.sinh(ps.exp(x)).numpy()

@@ -9,11 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import SMALL, compiled
+from conftest import SMALL, compiled, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_leaks import drift, resident_bytes
@@ -23,10 +24,13 @@ from penstock import Device, nn, optim
 from penstock.config import Settings
 from penstock.drivers import webgpu
 from penstock.drivers.driver import Kernel
-from penstock.drivers.webgpu import WebGpuDriver, adapters, find_devices, native
+from penstock.drivers.webgpu import WebGpuDriver, adapters, find_devices, native, pipelines
 from penstock.drivers.webgpu.adapters import best_adapters
 from penstock.drivers.webgpu.wgsl import module_text, parse
 from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
+from penstock.execution import ahead
+from penstock.execution.realize import executables
+from penstock.execution.structure import Structure
 
 ADAPTER = find_devices()[0]
 
@@ -659,3 +663,89 @@ def test_a_hundred_devices_come_and_go_without_a_native_object_left() -> None:
     assert native_counts() == before
     assert not native._waiting
     assert resident_bytes() - start < 8 << 20
+
+
+# Kernels that are compiled ahead
+
+
+@pytest.fixture
+def like_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    """A device of a kind that compiles before a kernel runs, with nothing compiled yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(ahead.Ahead, "_is_done", lambda self: True)  # only the wanted kernels are compiled
+    driver = WebGpuDriver(ADAPTER, "webgpu")
+    assert not driver.keeps_compiled, "it compiles a kernel when it first runs"
+    driver.capabilities = replace(driver.capabilities, kind="gpu")
+    made = Device.over(driver, Settings(compile_ahead=True))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def created(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each pipeline was created by the calling thread."""
+    by_caller: list[bool] = []
+    create = pipelines.Pipelines._new_pipeline
+
+    def noted(self: pipelines.Pipelines, *given: Any) -> Any:
+        by_caller.append(threading.current_thread() is threading.main_thread())
+        return create(self, *given)
+
+    monkeypatch.setattr(pipelines.Pipelines, "_new_pipeline", noted)
+    return by_caller
+
+
+def softmax_of_less(x: ps.Tensor) -> ps.Tensor:
+    return nn.functional.softmax(ps.exp(x) * 0.7 - x, axis=1)
+
+
+def test_a_new_expression_waits_for_no_pipeline(like_a_gpu: Device, created: list[bool]) -> None:
+    own = executables(like_a_gpu)
+    x = ps.asarray(np.random.default_rng(0).standard_normal((40, 30)).astype(np.float32), device=like_a_gpu)
+    structure = Structure([softmax_of_less(x)._node], like_a_gpu.capabilities)
+    missing = own._missing(own._separate(structure))
+    assert missing
+    own.kernels.compile_ahead(missing)
+    assert not own._missing(own._separate(structure))
+    created.clear()
+    results = {softmax_of_less(x).numpy().tobytes()}
+    assert len(own._bridges) == 1
+    assert not created
+
+    def has_program() -> bool:
+        results.add(softmax_of_less(x).numpy().tobytes())
+        return len(own._programs) == 1
+
+    until(has_program)
+    assert created
+    assert not any(created)
+    assert len(results) == 1
+
+
+def test_the_next_process_knows_what_was_compiled(like_a_gpu: Device) -> None:
+    source = "kernel twice(x: array<f32>) { x[THREAD] *= 2.0; }"
+    driver = like_a_gpu.driver
+    assert not driver.has_compiled(source)
+    driver.compile_ahead(source, {"twice": ("float32*",)}, {"twice": (4,)})
+    assert driver.has_compiled(source)
+    other = opened(compile_ahead=False)
+    assert other.driver.has_compiled(source)
+    assert not other.driver.has_compiled(source.replace("2.0", "3.0"))
+    x = like_a_gpu.upload(np.arange(4, dtype=np.float32))
+    kernel = like_a_gpu.compile(source, {"twice": ("float32*",)})["twice"]
+    like_a_gpu.stream.launch(kernel, (1,), (4,), (x,))
+    np.testing.assert_array_equal(like_a_gpu.download(x, np.float32).wait(), [0, 2, 4, 6])
+    other.close()
+
+
+@given(st.lists(st.sampled_from(["array<u32>", "array<atomic<u32>>"]), min_size=1, max_size=6))
+def test_buffers_in_one_memory_share_a_binding(types: list[str]) -> None:
+    arrangements = [*pipelines._arrangements(types)]
+    assert arrangements[0] == tuple(range(len(types)))
+    assert len(set(arrangements)) == len(arrangements)
+    for bindings in arrangements:
+        assert all(first <= number for number, first in enumerate(bindings))
+        assert all(types[first] == types[number] for number, first in enumerate(bindings))
+        assert len(set(bindings)) > len(types) - 4
+    if len(types) <= 4 and len(set(types)) == 1:
+        assert (0,) * len(types) in arrangements

@@ -67,7 +67,7 @@ class Settings:
     trace_memory: bool = setting(False, "record which line of the program allocated what")
     force_kernels: bool = setting(False, "kernels for everything, however small: for tests of kernels")
     reuse_graphs: bool = setting(True, "replay gradients and updates that repeat, without jit as well")
-    compile_ahead: bool = setting(True, "on CPUs and CUDA, compile in threads, and do not wait for it")
+    compile_ahead: bool = setting(True, "compile in threads, and do not wait for it")
     check_indices: bool = setting(True, "refuse indices, ids and class targets that are out of range")
     tf32: bool = setting(False, "float32 products on tensor cores, factors rounded to 10 bits")
 

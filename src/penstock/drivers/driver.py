@@ -273,13 +273,18 @@ class Driver(ABC):
     def compile(self, source: Source, signatures: Mapping[str, Sequence[str]]) -> dict[str, Kernel]:
         """All kernels that `signatures` names, from one source. Raises CompileError."""
 
-    def compile_ahead(self, source: str, signatures: Mapping[str, Sequence[str]]) -> None:
-        """Compile kernels for later use, after which `has_compiled` is True if they are kept on disk."""
+    def compile_ahead(
+        self, source: str, signatures: Mapping[str, Sequence[str]], groups: Mapping[str, Grid]
+    ) -> None:
+        """Compile kernels for later launches of workgroups of these sizes, by name.
+
+        `has_compiled` is True then, if they are kept on disk.
+        """
         self.compile(source, signatures)
 
     @property
     def keeps_compiled(self) -> bool:
-        """Whether compiled kernels are kept on disk."""
+        """Whether compiled kernels are kept on disk, by this driver or by the system."""
         return False
 
     def has_compiled(self, source: str) -> bool:

@@ -90,17 +90,8 @@ class ExecutableCache:
         self.build_seconds = 0.0  # in all
         self._last_built = perf_counter()
         self._ahead: Ahead | None = None
-        if device.settings.compile_ahead and self._bridges_gaps():
+        if device.settings.compile_ahead and device.driver.keeps_compiled:
             self._ahead = Ahead(device, self.kernels, lambda: self._last_built)
-
-    def _bridges_gaps(self) -> bool:
-        """Whether kernels of single operations give the bits of fused ones, and are kept on disk.
-
-        Not on GPUs whose compiler cannot be told to round a product before it is added to something.
-        """
-        can = self._device.capabilities
-        rounds = can.compiles and (not can.contracts or can.language == "cuda")
-        return rounds and self._device.driver.keeps_compiled
 
     def seen(self, structure: Structure) -> bool:
         """Whether the same was computed before, as far as it is remembered."""

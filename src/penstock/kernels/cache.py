@@ -125,7 +125,8 @@ class KernelCache:
     def compile_ahead(self, sources: Sequence[KernelSource]) -> None:
         """Compile kernels that are not needed yet, to disk only. Any thread may do that."""
         for part in self._parts(sources):
-            self._device.driver.compile_ahead(self._text(part), _signatures(part))
+            groups = {source.name: source.group for source in part}
+            self._device.driver.compile_ahead(self._text(part), _signatures(part), groups)
 
     def keep(self, kernels: Mapping[str, Kernel]) -> None:
         """Keep kernels that were compiled before they are needed."""

@@ -119,7 +119,9 @@ class CudaDriver(Driver):
             raise CompileError(f"{self.name} refused the code of {sorted(signatures)}: {error}") from None
         return {name: Kernel(name, signatures[name], functions[name]) for name in signatures}
 
-    def compile_ahead(self, source: str, signatures: Mapping[str, Sequence[str]]) -> None:
+    def compile_ahead(
+        self, source: str, signatures: Mapping[str, Sequence[str]], groups: Mapping[str, Grid]
+    ) -> None:
         self._compiler.compile_ahead(source)
 
     @property

@@ -39,6 +39,7 @@ from penstock.drivers.opencl import pocl, pocl_cpu
 from penstock.drivers.opencl.devices import MemoryKind, best_memory_kind, opencl_capabilities
 from penstock.drivers.opencl.inline import InlineDevice, InlineLaunch, InlineProgram, inline_launch
 from penstock.drivers.opencl.natives import Clock, open_queue, typed_kernel
+from penstock.drivers.opencl.programs import ProgramCache
 from penstock.errors import CompileError, DeviceError
 from penstock.lru import LRU
 
@@ -83,7 +84,7 @@ class OpenCLDriver(Driver):
         self._mapping = threading.RLock()
         self._clock: Clock | None = None  # while commands are timed
         self._open_queues(timed=False)
-        self._cache = pocl.cache() if device.platform.name == pocl.PLATFORM else None
+        self._cache = pocl.cache() if device.platform.name == pocl.PLATFORM else ProgramCache()
         self._copies: deque[Event] = deque()  # kept until done, because PyOpenCL's destructor waits for them
 
     def _open_queues(self, timed: bool) -> None:
@@ -191,7 +192,9 @@ class OpenCLDriver(Driver):
             self._cache.keep(self._description(source, device))
         return program
 
-    def compile_ahead(self, source: str, signatures: Mapping[str, Sequence[str]]) -> None:
+    def compile_ahead(
+        self, source: str, signatures: Mapping[str, Sequence[str]], groups: Mapping[str, Grid]
+    ) -> None:
         self._whole_program(source, signatures, self._device)
 
     @property

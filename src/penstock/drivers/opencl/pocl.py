@@ -32,6 +32,7 @@ from penstock.config import cache_folder
 from penstock.drivers.binaries import Binaries
 from penstock.drivers.driver import at_end
 from penstock.drivers.environment import environment
+from penstock.drivers.opencl.programs import ProgramCache
 
 try:
     import fcntl
@@ -88,14 +89,17 @@ class _Program:
     saved: bool  # whether its binary is on disk
 
 
-class PoclCache:
-    """The folder that PoCL uses in this process, and the binaries on disk."""
+class PoclCache(ProgramCache):
+    """The folder that PoCL uses in this process, and the binaries on disk.
+
+    PoCL compiles a kernel when it first runs, or when a program's binary is asked for.
+    """
 
     def __init__(self) -> None:
         given = os.environ.get(_VARIABLE)
         base = Path(given) if given else cache_folder() / "pocl"
         self.folder, self._lock_file = _own_folder(base / "running")
-        self._binaries = Binaries(base / "programs", max_bytes=_MAX_BYTES)
+        super().__init__(Binaries(base / "programs", max_bytes=_MAX_BYTES))
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._programs: dict[str, _Program] = {}  # by their folders, the oldest first
@@ -115,10 +119,6 @@ class PoclCache:
         load: Callable[[bytes], cl.Program | None],
         compile: Callable[[], cl.Program],
     ) -> cl.Program:
-        """A program from the binary of an earlier process; compiled if there is none that loads.
-
-        `description` contains all that the program depends on, and `kernels` says how many it has.
-        """
         key = _key(description)
         with self._lock:
             before = set(self._folders())
@@ -144,11 +144,9 @@ class PoclCache:
         return self._building or bool(self._generating)
 
     def has(self, description: str) -> bool:
-        """Whether the binary of a program is on disk."""
         return self._binaries.has(_key(description))
 
     def save_if_due(self) -> None:
-        """Save programs whose kernels have run since they were built. Usually it only compares two times."""
         if perf_counter() < self._due:
             return
         with self._lock:
@@ -159,7 +157,6 @@ class PoclCache:
                 self._due = math.inf
 
     def keep(self, description: str) -> None:
-        """Save a program whose kernels have not run: PoCL compiles them now."""
         key = _key(description)
         with self._lock:
             folders = [folder for folder, program in self._programs.items() if program.key == key]
@@ -176,7 +173,6 @@ class PoclCache:
                     self._save(folder, has_run=False)
 
     def save(self) -> None:
-        """Save every program whose kernels have run."""
         with self._lock:
             for folder in self._programs:
                 self._save(folder)

@@ -4,6 +4,9 @@ WebGPU has a single queue. Each of the three queues here records into an encoder
 submits to that queue; so commands never have to wait for other queues on the device. Successive launches are
 dispatches of a compute pass. Buffers are passed in bind groups, which are created when a launch is bound, and
 scalars as immediates, or in a uniform buffer if the device has no or too few immediates.
+
+wgpu gives nobody the code that it compiled, but the system keeps it in a cache of its own. So it is only
+noted what was compiled on this machine.
 """
 
 from __future__ import annotations
@@ -11,10 +14,12 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 
+from penstock.drivers.binaries import Binaries
 from penstock.drivers.driver import Args, Bytes, Driver, Event, Grid, Kernel, Memory, Queue, Source, Waits
 from penstock.drivers.webgpu.adapters import (
     BUFFER_ALIGNMENT,
@@ -32,7 +37,9 @@ from penstock.drivers.webgpu.pipelines import Pipelines
 from penstock.drivers.webgpu.recorder import Batch, CommandEvent, EncoderQueue, Read, Recorder
 from penstock.drivers.webgpu.times import Timing
 from penstock.errors import DeviceError
+from penstock.lru import LRU
 
+_MAX_AHEAD = 64  # sources whose kernels were compiled ahead, and are kept until they are asked for
 _temporary_serials = itertools.count(-1, -1)  # of buffers that are no `Memory`
 
 
@@ -55,6 +62,8 @@ class WebGpuDriver(Driver):
         self._read_buffers = ReadBuffers(self._native)
         self._times_copies = TIMES_BETWEEN_PASSES in adapter.features
         self._recorder = Recorder(self._native, self._read_buffers)
+        self._ahead: LRU[str, dict[str, Kernel]] = LRU(_MAX_AHEAD)
+        self._noted = Binaries()  # empty, as the system has the code
 
     # Memory
 
@@ -90,7 +99,32 @@ class WebGpuDriver(Driver):
     # Kernels
 
     def compile(self, source: Source, signatures: Mapping[str, Sequence[str]]) -> dict[str, Kernel]:
-        return self._pipelines.compile(source, signatures)
+        with self._lock:
+            ahead = self._ahead.pop(source, None) if isinstance(source, str) else None
+        return ahead or self._pipelines.compile(source, signatures)
+
+    def compile_ahead(
+        self, source: str, signatures: Mapping[str, Sequence[str]], groups: Mapping[str, Grid]
+    ) -> None:
+        kernels = self._pipelines.compile(source, signatures)
+        for name, kernel in kernels.items():
+            self._pipelines.create_ahead(kernel.native, groups[name])
+        with self._lock:
+            self._ahead[source] = kernels
+        self._noted.put(self._description(source), b"")
+
+    @property
+    def keeps_compiled(self) -> bool:
+        # Software that stands in for a GPU compiles a kernel when it first runs.
+        return self.capabilities.kind == "gpu"
+
+    def has_compiled(self, source: str) -> bool:
+        return source in self._ahead or self._noted.has(self._description(source))
+
+    def _description(self, source: str) -> str:
+        """All that the compiled code of a source depends on."""
+        can = self.capabilities
+        return "\n".join((can.api, can.description, version("wgpu"), source))
 
     def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Args) -> Any:
         self._native.require_alive()

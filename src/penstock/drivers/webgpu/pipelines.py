@@ -1,14 +1,15 @@
 """Compiled WGSL kernels: their modules and pipelines.
 
 A kernel's module depends on how a launch binds its buffers, so a kernel may have several pipelines, which are
-created when a launch first needs them.
+created when a launch first needs them, or ahead of it.
 """
 
 from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from penstock.lru import LRU
 
 _MAX_PIPELINES = 32  # kept for a kernel, for different workgroup sizes and bindings of buffers
 MAX_SCALAR_BYTES = 4096  # of a launch, in a uniform buffer
+_FEW_BUFFERS = 4  # of a kernel: pipelines are created ahead for any of them in one memory
 
 
 class Variant(NamedTuple):
@@ -90,6 +92,11 @@ class Pipelines:
             kernels[name] = Kernel(name, signature, function)
         return kernels
 
+    def create_ahead(self, function: Function, group: Grid) -> None:
+        """Create the pipelines of a kernel for its launches, but very large ones, of workgroups of a size."""
+        for bindings in _arrangements(function.buffer_types):
+            self.pipeline(function, Variant(tuple(group), bindings, False, ()))
+
     def needs_uniform(self, scalar_bytes: int) -> bool:
         """Whether scalars of so many bytes are passed in a uniform buffer, since immediates hold fewer."""
         return scalar_bytes > self._immediate_bytes
@@ -131,6 +138,17 @@ class Pipelines:
                 f"a binding has at most {self._binding_bytes} bytes on {self._native.name}: {error}"
             ) from None
         return self._native.module(function.text.name, text)
+
+
+def _arrangements(types: Sequence[str]) -> Iterator[tuple[int, ...]]:
+    """The bindings of buffers of these types: each in a memory of its own, or several in an arena."""
+    numbers = range(len(types))
+    yield tuple(numbers)
+    most = len(types) if len(types) <= _FEW_BUFFERS else 0
+    for count in range(2, most + 1):
+        for inside in combinations(numbers, count):
+            if len({types[number] for number in inside}) == 1:
+                yield tuple(inside[0] if number in inside else number for number in numbers)
 
 
 def _check_signature(kernel: KernelText, signature: Sequence[str]) -> None:

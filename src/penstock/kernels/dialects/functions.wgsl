@@ -1,6 +1,9 @@
 // Of constants too, which WGSL itself refuses where they are not finite.
 fn bits_float(u: u32) -> f32 { return bitcast<f32>(u); }
 
+// A value of which no compiler knows how it was computed.
+fn opaque(x: f32, zero: u32) -> f32 { return bitcast<f32>(bitcast<u32>(x) + zero); }
+
 fn is_nan(x: f32) -> bool { return (bitcast<u32>(x) & 0x7fffffffu) > 0x7f800000u; }
 
 fn nan_of(x: f32) -> f32 { return bitcast<f32>(bitcast<u32>(x) | 0x7fc00000u); }

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from penstock.kernels.dialects.c_dialect import CDialect
 from penstock.kernels.dialects.thread_prelude import TANH, THREAD_NAMES, THREAD_WORDS
-from penstock.kernels.source import C_TYPES
+from penstock.kernels.source import C_TYPES, KernelSource
 
 _PRELUDE = """
 #define KERNEL __kernel void
@@ -153,7 +153,7 @@ _THREADS = """
 #define QUICK_EXP_LESS(x, less) exp((x) - (less))
 #define RECIPROCAL(x) (1 / (x))
 #define QUICK_DIVIDE(a, b) ((a) / (b))
-#define FMA(a, b, c) ((a) * (b) + (c))
+#define FMA(a, b, c) mad(a, b, c)
 #define FOLD_THREADS(type, x, combined, array, threads) \\
     array[THREAD] = x; \\
     for (int half_ = threads / 2; half_ > 0; half_ /= 2) { \\
@@ -179,6 +179,9 @@ DEVICE ushort float_half(float x) {
     return sign | (size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13;
 }
 """
+
+# Before kernels of threads, where only FMA contracts a product and a sum.
+_NO_CONTRACTION = "#pragma OPENCL FP_CONTRACT OFF"
 
 # Names for users' own kernels.
 _RAW_WORDS = """\
@@ -216,3 +219,11 @@ class OpenCL(CDialect):
         **CDialect.optional_preludes,
         **dict.fromkeys(THREAD_NAMES.split(), THREAD_WORDS + _THREADS + TANH),
     }
+
+    def contracts(self, source: KernelSource) -> bool:
+        """Where it is the user's own, or has vectors: a CPU's compiler does not contract two statements."""
+        return isinstance(source.body, str) or source.body.kernel.vectors
+
+    def whole_text(self, sources: Sequence[KernelSource], preludes: Mapping[str, str]) -> str:
+        text = super().whole_text(sources, preludes)
+        return text if any(map(self.contracts, sources)) else f"{_NO_CONTRACTION}\n{text}"

@@ -26,17 +26,22 @@ _SAME = {"positive": "{0}", "stop": "{0}"}
 _COMPARISONS = patterns.COMPARISONS | {"not_equal": "(!({0} == {1}))"}  # `!=` is false for a NaN
 # Functions of the prelude, which are more precise than the language's own.
 _OWN = "exp expm1 log log1p log2 log10 sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh sign"
+# Compilers may assume that there is no NaN, and reorder sums and products: on Mesa x - x is 0, and
+# (x + 1) - 1 is x. They may not where a factor is unknown: ONE, which is 1. And they know nothing of a value
+# after an unknown word was added to its bits: ZERO, which is 0 (see `Words.opening`). So the bits of a value
+# do not depend on what it is fused with.
 _FLOAT = {
     **_SAME,
     **_COMPARISONS,
     **patterns.ARITHMETIC,
-    **{name: f"{name}({{0}})" for name in ("abs", "sqrt", "floor", "ceil", "trunc", "round")},
-    **{name: f"{name}_1({{0}})" for name in _OWN.split()},
-    **{name: f"{name}_1({{0}}, {{1}})" for name in ("atan2", "hypot", "pow")},
-    # Compilers may assume that there is no NaN, and reorder sums: on Mesa x - x is 0 and (x + 1) - 1 is x.
-    # They may not where a factor is unknown: ONE, which is 1 (see `Words.opening`).
-    "add": "fma({0}, ONE, {1})",
-    "subtract": "fma({0}, ONE, -{1})",
+    **{name: f"{name}({{0}})" for name in ("abs", "floor", "ceil", "trunc", "round")},
+    **{name: f"opaque({name}_1({{0}}), ZERO)" for name in _OWN.split()},
+    **{name: f"opaque({name}_1({{0}}, {{1}}), ZERO)" for name in ("atan2", "hypot", "pow")},
+    "sqrt": "opaque(sqrt({0}), ZERO)",
+    "multiply": "opaque({0} * {1}, ZERO)",
+    "divide": "opaque({0} / {1}, ZERO)",
+    "add": "opaque(fma({0}, ONE, {1}), ZERO)",
+    "subtract": "opaque(fma({0}, ONE, -{1}), ZERO)",
     # A NaN beats every number.
     "greater_or_nan": "(!is_nan({1}) && (is_nan({0}) || ({0} > {1})))",
     "less_or_nan": "(!is_nan({1}) && (is_nan({0}) || ({0} < {1})))",

@@ -46,7 +46,7 @@ class Words:
         parameters += [f"{buffer}_place: i32" for buffer in buffers]
         lines = [f"    let {buffer}_at = {buffer}_place * {ALIGNMENT // WORD};" for buffer in buffers]
         # Offsets are not negative, but no compiler knows that.
-        lines.append(f"    let ONE = f32(1 - ({buffers[0]}_place >> 31u));")
+        lines.append(f"    let ZERO = u32({buffers[0]}_place) >> 31u; let ONE = f32(1u - ZERO);")
         for dtype, given in scalars:
             if dtype == "bool":  # which a parameter cannot be
                 parameters.append(f"{given}_word: u32")
