@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import itertools
 import os
+import runpy
 import subprocess
 import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -27,7 +29,7 @@ from penstock.compiler.pipeline import compile_graph, prepare
 from penstock.compiler.target import Target
 from penstock.config import Settings
 from penstock.errors import CompileError
-from penstock.execution import ahead, host_program
+from penstock.execution import ahead, ahead_cpu, ahead_operations, host_program
 from penstock.execution.executable import Executable
 from penstock.execution.realize import executables
 from penstock.execution.sources import kernel_sources
@@ -37,6 +39,9 @@ from penstock.graph.node import Kind, Node, leaf, topological
 from penstock.kernels.cache import KernelCache
 from penstock.lru import LRU
 
+USUAL, Arrays = itemgetter("USUAL", "Arrays")(
+    runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "usual.py"))
+)
 OPENCL = next(name for name in DRIVERS if name.startswith("opencl"))
 
 
@@ -135,12 +140,12 @@ def test_few_kernels_serve_products_of_all_sizes(device: Device) -> None:
         schedule = compile_graph([node], inputs, {}, target)
         return kernel_sources(schedule, device, kernels)[0].name
 
-    for sizes in itertools.product(*ahead._PRODUCTS):
-        for node in ahead.products(*sizes):
+    for sizes in itertools.product(*ahead_cpu.PRODUCTS):
+        for node in ahead_cpu.products(*sizes):
             name(node)
     sizes = [(64, 128, 10), (100, 784, 32), (7, 9, 11), (512, 2048, 3), (1, 33, 90), (2, 5, 4)]
-    names = [name(node) for shape in sizes for node in ahead.products(*shape)]
-    assert [name(node) for shape in sizes for node in ahead.products(*shape)] == names
+    names = [name(node) for shape in sizes for node in ahead_cpu.products(*shape)]
+    assert [name(node) for shape in sizes for node in ahead_cpu.products(*shape)] == names
     assert len(set(names)) <= 12
 
 
@@ -228,13 +233,35 @@ def test_other_shapes_are_computed_by_the_same_kernels(
 ) -> None:
     """Each with its own table of kernels, as in another process: knowledge is shared through the disk."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    rows = [shape for pair in ahead._ROWS for shape in zip(ahead._ROW_COUNTS, pair, strict=True)]
-    for shape in (*itertools.chain(*ahead._SHAPES), *rows):
+    rows = [shape for pair in ahead_cpu.ROWS for shape in zip(ahead_cpu.ROW_COUNTS, pair, strict=True)]
+    for shape in (*itertools.chain(*ahead.SHAPES), *rows):
         compiled_ahead(device, on_disk, expression(ps.asarray(values(*shape), device=device)))
     texts = set(on_disk)
     for shape in ((57, 61), (400, 211), (90, 999), (64, 64), (3, 7), (3000, 6), (33, 8), (7, 1000)):
         compiled_ahead(device, on_disk, expression(ps.asarray(values(*shape), device=device)))
     assert on_disk == texts
+
+
+@pytest.mark.slow
+def test_the_list_has_kernels_for_what_users_write(
+    device: Device, on_disk: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(device.driver, "compile_ahead", lambda text, *given: on_disk.add(text))
+    own, array = executables(device), Arrays(device)
+    own.kernels = KernelCache(device)
+    compiler = ahead.Ahead(device, own.kernels, lambda: np.inf)
+    for _ in compiler._listed():
+        pass
+    assert len(on_disk) < 700
+    missing = {
+        name: sources
+        for name, expression in USUAL.items()
+        for n, m in ((345, 219), (128, 512), (77, 64), (600, 101))
+        if (structure := Structure([expression(array, n, m)._node], device.capabilities))
+        if (sources := [source.name for source in own._missing(own._separate(structure))])
+    }
+    assert not missing
 
 
 def test_an_error_of_the_compiler_is_raised_where_the_expression_is_computed(
@@ -519,15 +546,17 @@ def test_small_operations_of_numpy_are_written_where_they_stay(kind: str) -> Non
 
 @pytest.fixture
 def few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "_UNARY", ("exp",))
-    monkeypatch.setattr(ahead, "_BINARY", ("add",))
-    monkeypatch.setattr(ahead, "_COMPARISONS", ())
-    monkeypatch.setattr(ahead, "_CASTS", ())
-    monkeypatch.setattr(ahead, "_OF_NUMBERS", ())
-    monkeypatch.setattr(ahead, "_PRODUCTS", ((5, 6), (7, 19), (9, 10)))
-    monkeypatch.setattr(ahead, "_SQUARES", ((5, 6), (7, 19)))
-    monkeypatch.setattr(ahead, "_COLUMNS", ((3, 5), (7, 9)))
-    monkeypatch.setattr(ahead, "_SHAPES", ahead._SHAPES[:1])
+    monkeypatch.setattr(ahead_operations, "_UNARY", ("exp",))
+    monkeypatch.setattr(ahead_operations, "_BINARY", ("add",))
+    for table in ("_COMPARISONS", "_CASTS", "_OF_NUMBERS", "_OF_INTEGERS"):
+        monkeypatch.setattr(ahead_operations, table, ())
+    for table in ("_LONG", "_DOTS", "_CUBES", "_SORTED"):
+        monkeypatch.setattr(ahead_cpu, table, ())
+    for table in ("PRODUCTS", "_BATCHED"):
+        monkeypatch.setattr(ahead_cpu, table, ((5, 6), (7, 19), (9, 10)))
+    monkeypatch.setattr(ahead_cpu, "_SQUARES", ((5, 6), (7, 19)))
+    monkeypatch.setattr(ahead_cpu, "_COLUMNS", ((3, 5), (7, 9)))
+    monkeypatch.setattr(ahead, "SHAPES", ahead.SHAPES[:1])
     monkeypatch.setattr(ahead, "_QUIET_SECONDS", 0.0)
 
 
@@ -568,7 +597,7 @@ def test_what_was_missing_is_compiled_later(
     compiled: list[str] = []
     monkeypatch.setattr(device.driver, "has_compiled", compiled.__contains__)
     monkeypatch.setattr(device.driver, "compile_ahead", lambda text, *given: compiled.append(text))
-    monkeypatch.setattr(ahead, "_SHAPES", ())
+    monkeypatch.setattr(ahead, "SHAPES", ())
     x = ps.asarray(values(40, 30), device=device)
     ps.sinh(ps.exp(x)).numpy()
     until(lambda: any("sinh" in text for text in compiled))

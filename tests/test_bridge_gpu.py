@@ -1,7 +1,7 @@
 """The bridge on GPUs: single operations give the bits of fused kernels, and nothing new waits for a compiler.
 
-Bits are those of PoCL with the kernels of a GPU of many compute units, and of WebGPU. What is compiled when
-is told by a CUDA device that computes nothing; `test_webgpu` and `test_opencl_programs` tell it of theirs.
+Bits are those of PoCL with the kernels of a GPU of many compute units, and of WebGPU. What is compiled when,
+on CUDA, is told by a device that computes nothing; `test_webgpu` and `test_opencl_programs` have the others.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import DRIVERS, WEBGPU_KINDS, examples, opencl_threads, pause_of_others, until
+from test_bridge import USUAL, Arrays
 from test_cuda_sources import Imagined
 from test_random_graphs import grown
 from test_same_bits import EXPRESSIONS
@@ -459,7 +460,7 @@ def test_the_list_has_kernels_for_all_sizes_of_an_expression(cuda: Device) -> No
     for _ in own._listed():
         pass
     assert isinstance(cuda.driver, Compiled)
-    assert len(cuda.driver.on_disk) < 400
+    assert len(cuda.driver.on_disk) < 450
     expressions = [
         BRIDGED["a product"],
         *(BRIDGED[name] for name in BRIDGED if name != "a product"),
@@ -472,6 +473,11 @@ def test_the_list_has_kernels_for_all_sizes_of_an_expression(cuda: Device) -> No
             tensor = function(ps.asarray(values(*shape), device=cuda))
             schedule = executables(cuda)._separate(Structure([tensor._node], cuda.capabilities))
             assert not executables(cuda)._missing(schedule), (shape, tensor)
+    array = Arrays(cuda)
+    for name, usual in USUAL.items():
+        for n, m in ((345, 219), (128, 512), (77, 64), (600, 101)):
+            structure = Structure([usual(array, n, m)._node], cuda.capabilities)
+            assert not executables(cuda)._missing(executables(cuda)._separate(structure)), (name, n, m)
 
 
 def test_operations_that_are_listed_together_are_alike() -> None:

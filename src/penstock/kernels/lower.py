@@ -30,6 +30,7 @@ from penstock.kernels.matmul_group import linear_group, matmul_group, packed_gro
 from penstock.kernels.paged_group import paged_group
 from penstock.kernels.raw_source import raw_source
 from penstock.kernels.source import ALIGNMENT, C_TYPES, KernelSource
+from penstock.kernels.strided_copy import strided_copy
 from penstock.kernels.templates.choose import template_launches
 from penstock.kernels.templates.launches import Lowering as Lowering
 from penstock.kernels.templates.launches import one_launch
@@ -138,6 +139,8 @@ def write(
 
 
 def _loops(group: Group, capabilities: Capabilities, ending: str, shared: bool) -> Lowering:
+    if shared and (copy := strided_copy(group, capabilities, f"copy_{ending}")) is not None:
+        return copy
     lowered = lower(group, capabilities, shared)
     source = dialect_of(capabilities).render(lowered.kernel, _name(group, ending))
     return replace(one_launch(source, lowered.may_alias), order=lowered.order)

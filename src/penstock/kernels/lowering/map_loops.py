@@ -21,6 +21,10 @@ class MapLoops(LoopNest):
         self._names, self._place = self.axes("a", self._shape)
         self._number = flat(self._place, self._shape)
 
+    def axis_lengths(self) -> dict[str, int]:
+        """The lengths of the axes, by their variables, after merging."""
+        return {name: self._lengths[name] for name in self.joined(self._names)}
+
     def _results(self) -> list[tuple[int, Value, Index]]:
         """Compute the items of all outputs: their numbers, values and indices."""
         results = []

@@ -1,0 +1,128 @@
+"""The single operations whose kernels are compiled ahead for a CPU, beside those of `ahead_operations`.
+
+Kernels for a CPU differ in whether rows end with a partial vector, and those of sums and products in how rows
+are divided. All else that differs are sizes, which are arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+from penstock.execution.ahead_operations import array
+from penstock.graph.contraction import gather, matmul
+from penstock.graph.dtypes import bool_, float32, int32, int64, uint64
+from penstock.graph.node import Node, Shape, placeholder
+from penstock.graph.reducing import (
+    any_,
+    argmax,
+    argmin,
+    argsort,
+    cumulative_sum,
+    max_,
+    min_,
+    prod,
+    sort,
+    sum_,
+)
+from penstock.graph.shaping import concat, pad, permute
+
+# A pair of lengths for each way to reduce a row: short and long rows, with and without a remainder after the
+# last 32 and the last 8 items.
+ROWS = ((3, 5), (16, 40), (19, 45), (128, 256), (104, 208), (99, 165), (107, 213))
+ROW_COUNTS = 101, 5000  # reduced by a single task, and shared by several
+# Rows, steps and columns of products: one, few, and more than tiles, spans of sums or all cores take at once.
+PRODUCTS = (1, 2, 3, 6, 77, 1031), (1, 3, 7, 19, 700, 3001), (1, 2, 3, 7, 77, 1031)
+_BATCHED = (1, 2, 5, 77, 300), (3, 19, 64, 700), (1, 2, 6, 77, 300)
+_DOTS = (4099, 20000, 65536, 75555)  # items of products of vectors
+_SQUARES = (1, 2, 3, 4, 5, 7, 8, 12, 32, 40, 77, 300, 1031), (1, 3, 7, 19, 700, 3001)  # rows and steps
+# Rows and columns of sums: with and without a remainder after four rows, a block of sums, and a vector.
+_COLUMNS = (
+    (2, 3, 8, 45, 100, 256, 300, 301, 512, 784, 1000, 1023, 1540, 2048),
+    (2, 7, 16, 31, 40, 64, 99, 100, 256, 515, 2048),
+)
+# The same of rows that are so long that they are added up in levels.
+_LONG = (
+    *((4096, 12288), (4128, 12320), (4104, 12296), (4099, 12323), (4107, 12331)),
+    *((32768, 40960), (16672, 40032), (16648, 40040), (16643, 40035), (16651, 40043)),
+)
+_LONG_COUNTS = (5, 8)
+# Blocks, rows and columns whose rows end with a partial vector, and with whole ones.
+_CUBES = ((11, 101, 103), (19, 211, 307)), ((8, 104, 96), (24, 168, 320))
+_SORTED = ((101, 103), (211, 307)), ((104, 96), (168, 320))
+_SUMS, _MATRICES = (ROWS, ROW_COUNTS, _LONG, _LONG_COUNTS, _COLUMNS), (PRODUCTS, _BATCHED, _DOTS, _SQUARES)
+LIST = _SUMS, _MATRICES, _CUBES, _SORTED, 1  # counts what else changed
+
+
+def cpu_operations() -> Iterator[Sequence[Node]]:
+    """Operations, those together whose kernels differ in sizes only."""
+    for pair in ROWS:
+        yield from zip(*map(reductions, ROW_COUNTS, pair), strict=True)
+        yield [any_(array((1, columns), bool_), (1,)) for columns in pair]
+        yield [max_(array((1, columns), uint64), (1,)) for columns in pair]  # by which indices are checked
+    for pair in _LONG:
+        yield [sum_(array(shape), (1,)) for shape in zip(_LONG_COUNTS, pair, strict=True)]
+    for reduce in (sum_, max_, min_):
+        yield [reduce(array(shape), (0,)) for shape in product(*_COLUMNS)]
+        numbered = [*enumerate(product(*_COLUMNS), 11)]
+        yield [reduce(array((at, *shape)), (1,)) for at, shape in numbered]
+        yield [reduce(array((rows, at, columns)), (0,)) for at, (rows, columns) in numbered]
+    yield [node for sizes in product(*PRODUCTS) for node in products(*sizes)]
+    yield [node for steps in _DOTS for node in products(1, steps, 1)]
+    batched = [*enumerate(product(*_BATCHED), 2)]
+    yield [node for at, sizes in batched for node in products(*sizes, batch=(at,))]
+    yield [node for at, sizes in batched for node in products(*sizes, batch=(at % 7 + 2, at % 5 + 2))]
+    yield [node for sizes in product(*_SQUARES) for node in squares(*sizes)]
+    for first, second in _CUBES:
+        yield from zip(_moves(*first), _moves(*second), strict=True)
+    for one, other in _SORTED:
+        yield from zip(_sorted(*one), _sorted(*other), strict=True)
+
+
+def _moves(blocks: int, rows: int, columns: int) -> Iterator[Node]:
+    """What moves items, but for copies through views."""
+    matrix = array((rows, columns))
+    yield pad(matrix, ((0, rows, 1), (1, columns, 1)), (rows, columns + 2))
+    yield pad(matrix, ((blocks, rows, 1), (0, columns, 1)), (rows + 2 * blocks, columns))
+    yield gather(array((rows * columns,)), array((rows,), int32))
+    yield gather(array((rows * columns,)), array((rows, blocks), int64))
+    for before in (3, blocks):
+        yield concat([array((rows, before)), matrix], 1)
+
+
+def _sorted(rows: int, columns: int) -> Iterator[Node]:
+    """What sorts rows, adds them up item by item, and finds the largest items of short ones."""
+    x = array((rows, columns))
+    for descending in (False, True):
+        yield sort(x, 1, descending)
+        yield sort(array((rows * columns,)), 0, descending)
+        yield argsort(x, 1, descending)
+    for axis in (0, 1):
+        yield cumulative_sum(x, axis)
+    for find in (argmax, argmin):
+        yield find(array((rows, 5 + columns % 2)), 1)
+
+
+def reductions(rows: int, columns: int) -> Iterator[Node]:
+    """The reductions of rows with so many items, and of whole arrays."""
+    parts = 8 if rows % 2 else 6  # of a long array, which is first reduced in rows of that kind
+    for reduce in (sum_, max_, min_, prod):
+        yield reduce(placeholder((rows, columns), float32), (1,))
+        yield reduce(placeholder((columns,), float32), (0,))
+        yield reduce(placeholder((parts * (2048 + columns),), float32), (0,))
+
+
+def products(rows: int, steps: int, columns: int, batch: Shape = ()) -> Iterator[Node]:
+    """Products of two matrices, or of batches of them, of which one may be transposed."""
+    turned = (*range(len(batch)), len(batch) + 1, len(batch))
+    left, right = array((*batch, rows, steps)), array((*batch, steps, columns))
+    yield matmul(left, right)
+    yield matmul(left, permute(array((*batch, columns, steps)), turned))
+    yield matmul(permute(array((*batch, steps, rows)), turned), right)
+
+
+def squares(rows: int, steps: int) -> Iterator[Node]:
+    """Products of a matrix and its transpose."""
+    left, right = placeholder((rows, steps), float32), placeholder((steps, rows), float32)
+    yield matmul(left, permute(left, (1, 0)))
+    yield matmul(permute(right, (1, 0)), right)
