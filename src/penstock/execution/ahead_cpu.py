@@ -21,7 +21,6 @@ from penstock.graph.reducing import (
     cumulative_sum,
     max_,
     min_,
-    prod,
     sort,
     sum_,
 )
@@ -106,7 +105,7 @@ def _sorted(rows: int, columns: int) -> Iterator[Node]:
 def reductions(rows: int, columns: int) -> Iterator[Node]:
     """The reductions of rows with so many items, and of whole arrays."""
     parts = 8 if rows % 2 else 6  # of a long array, which is first reduced in rows of that kind
-    for reduce in (sum_, max_, min_, prod):
+    for reduce in (sum_, max_, min_):
         yield reduce(placeholder((rows, columns), float32), (1,))
         yield reduce(placeholder((columns,), float32), (0,))
         yield reduce(placeholder((parts * (2048 + columns),), float32), (0,))

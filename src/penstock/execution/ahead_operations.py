@@ -80,12 +80,15 @@ def integers(rows: int, columns: int) -> Iterator[Node]:
         x, y = array(shape, dtype), array(shape, dtype)
         for yes, no in ((x, y), (x, like(x, 2)), (like(x, 2), x), (like(x, 2), like(x, 3))):
             yield ops.where(array(shape, bool_), yes, no)
+    x, y = array((rows, columns), int32), array((rows, columns), int32)
+    for name in ("add", "multiply", "equal"):  # of positions
+        yield _apply(name, x, y)
     for dtype in (int32, int64):
-        x, y = array((rows, columns), dtype), array((rows, columns), dtype)
-        for name in _OF_INTEGERS:
-            yield Node(PRIMITIVES[name], (x, y), {})
-            yield Node(PRIMITIVES[name], (x, like(x, 2)), {})
         yield cast(truths, dtype)
+    x, y = array((rows, columns), int64), array((rows, columns), int64)
+    for name in _OF_INTEGERS:
+        yield _apply(name, x, y)
+        yield _apply(name, x, like(x, 2))
     yield ops.logical_or(truths, array((rows, columns), bool_))
     yield argmin(array((rows, columns)), 1)
 
