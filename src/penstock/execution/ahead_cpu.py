@@ -33,7 +33,7 @@ ROW_COUNTS = 101, 5000  # reduced by a single task, and shared by several
 # Rows, steps and columns of products: one, few, and more than tiles, spans of sums or all cores take at once.
 PRODUCTS = (1, 2, 3, 6, 77, 1031), (1, 3, 7, 19, 700, 3001), (1, 2, 3, 7, 77, 1031)
 _BATCHED = (1, 2, 5, 77, 300), (3, 19, 64, 700), (1, 2, 6, 77, 300)
-_DOTS = (4099, 20000, 65536, 75555)  # items of products of vectors
+_DOTS = (4099, 20000, 65536, 75555, 150000, 200000, 300001, 1000000)  # items of products of vectors
 _SQUARES = (1, 2, 3, 4, 5, 7, 8, 12, 32, 40, 77, 300, 1031), (1, 3, 7, 19, 700, 3001)  # rows and steps
 # Rows and columns of sums: with and without a remainder after four rows, a block of sums, and a vector.
 _COLUMNS = (
