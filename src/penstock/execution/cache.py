@@ -117,9 +117,13 @@ class ExecutableCache:
         """Whether computing it now would first build a program."""
         return structure.key not in self._programs and not self.waits_for_no_compiler(structure)
 
-    def moved(self, structure: Structure, key: Hashable | None) -> list[Node] | None:
+    def moved(
+        self, structure: Structure, key: Hashable | None, compute: Callable[[Node], None]
+    ) -> Sequence[Node] | None:
         """What computes an expression that is new only in where its slices start; see `Starts.moved`."""
-        return None if self.seen(structure) else self.starts.moved(structure, key)
+        if self.seen(structure):
+            return None
+        return self.starts.moved(structure, key, compute, self._device.limit_bytes is None)
 
     def keep_single(self, key: Hashable, structure: Structure, program: Executable | HostProgram) -> None:
         """Remember the program of a small expression, unless it is temporary, or was planned for a limit.
