@@ -123,9 +123,10 @@ def _recorded(
     node = result._node
     if not node.inputs:
         return None  # an argument, or what depends on none: there is nothing to record
-    is_single = {*node.inputs} <= {*leaves} and not node.primitive.transient
+    parts = decompose([node], device.capabilities)
+    is_single = parts[0] is node and {*node.inputs} <= {*leaves} and not node.primitive.transient
     if not is_single or node.primitive is BOUNDED:
-        made = subgraph_between(dict.fromkeys(leaves), decompose([node], device.capabilities))
+        made = subgraph_between(dict.fromkeys(leaves), parts)
         if made is None:
             return None
         (node,) = call(made[0], made[1])
