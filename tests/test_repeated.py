@@ -205,6 +205,20 @@ def test_errors_are_those_of_the_first_time(device: Device) -> None:
             x[2]
 
 
+def test_tuples_are_told_apart_by_their_items(device: Device) -> None:
+    """Also where they are equal, as (1,), (1.0,) and (True,) are."""
+    x = ps.asarray(np.arange(12, dtype=np.float32).reshape(3, 4), device=device)
+    for _ in range(3):
+        assert ps.mean(x, axis=(1,)).tolist() == [1.5, 5.5, 9.5]
+        assert ps.mean(x, axis=(0, 1)).item() == 5.5
+        assert ps.linalg.tensordot(x, x, axes=((0, 1), (0, 1))).item() == 506
+        for wrong in ((1.0,), (0, 1.0), (np.float64(1),)):
+            with pytest.raises(TypeError, match="axis"):
+                ps.mean(x, axis=wrong)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="axis"):
+            ps.linalg.tensordot(x, x, axes=((0, 1.0), (0, 1)))  # type: ignore[arg-type]
+
+
 def test_views_refuse_what_they_refused_the_first_time(device: Device) -> None:
     """Equal numbers of other types are told apart."""
     value = ps.ones((2, 3), device=device).realize()
