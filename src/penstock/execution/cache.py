@@ -22,10 +22,11 @@ from penstock.drivers.driver import Driver
 from penstock.errors import OutOfDeviceMemory
 from penstock.execution.ahead import Ahead
 from penstock.execution.executable import Executable
-from penstock.execution.host_program import HostProgram, InPlace
+from penstock.execution.host_program import HostProgram
 from penstock.execution.hosting import Residents, State
 from penstock.execution.launched import RunProgram
 from penstock.execution.memory_plan import MemoryPlan
+from penstock.execution.numpy_or_launch import NumpyOrLaunch
 from penstock.execution.sharing import source
 from penstock.execution.sources import kernel_sources
 from penstock.execution.starts import Starts
@@ -139,7 +140,7 @@ class ExecutableCache:
                 self.singles[key] = program.runner
             else:
                 seconds, driver = self._launch_seconds(on_host), self._device.driver
-                self.singles[key] = InPlace(on_host, program.runner, seconds, driver).run
+                self.singles[key] = NumpyOrLaunch(on_host, program.runner, seconds, driver).run
 
     def _may_be_outgrown(self, program: HostProgram) -> bool:
         """Whether a kernel is better once an expression has come often."""
