@@ -13,7 +13,7 @@ from penstock.graph.node import Kind, Node
 from penstock.graph.reference import Constant, constant_key
 from penstock.memory.buffer import Buffer
 
-_MOST_PARTS = 64  # of a key: some ten operations
+_MOST_PARTS = 128  # of a key: some twenty operations
 _MOST_DEPTH = 64  # of nodes, with those of subgraphs
 
 # What an expression is, whatever the values are; the buffers that its program takes; their nodes; and its
