@@ -29,7 +29,7 @@ from penstock.compiler.pipeline import compile_graph, prepare
 from penstock.compiler.target import Target
 from penstock.config import Settings
 from penstock.errors import CompileError
-from penstock.execution import ahead, ahead_cpu, ahead_operations, host_program
+from penstock.execution import ahead, ahead_cpu, ahead_operations, numpy_or_launch
 from penstock.execution.executable import Executable
 from penstock.execution.realize import executables
 from penstock.execution.sources import kernel_sources
@@ -452,11 +452,11 @@ def test_numpy_stands_in_for_a_kernel_where_it_takes_less_time(
     def has_both() -> bool:
         results.add(((ps.where(x > 0, x, -x) + 1.5) / 3.0).numpy().tobytes())
         runs = executables(device).singles.values()
-        return any(isinstance(getattr(run, "__self__", None), host_program.InPlace) for run in runs)
+        return any(isinstance(getattr(run, "__self__", None), numpy_or_launch.NumpyOrLaunch) for run in runs)
 
     counted = Counted(device, monkeypatch)
     until(has_both)
-    for _ in range(host_program._TRIALS):
+    for _ in range(numpy_or_launch._TRIALS):
         has_both()
     counted.launches = 0
     has_both()
@@ -470,7 +470,7 @@ def test_a_launch_is_preferred_once_the_calling_thread_runs_it(
 ) -> None:
     """Of a kernel that takes half as long as NumPy, but twice as long while threads run it."""
     clock, launches, by_numpy = 0.0, [0], [0]
-    monkeypatch.setattr(host_program, "perf_counter", lambda: clock)
+    monkeypatch.setattr(numpy_or_launch, "perf_counter", lambda: clock)
     result = SimpleNamespace(usage=SimpleNamespace(event=object()))
 
     def on_host(inputs: Any, numbers: Any) -> list[Any]:
@@ -486,7 +486,7 @@ def test_a_launch_is_preferred_once_the_calling_thread_runs_it(
 
     driver = SimpleNamespace(launch_seconds=8e-6, is_done=lambda event: launches[0] > inline_after)
     program = SimpleNamespace(run_in_place=on_host)
-    run = host_program.InPlace(cast(Any, program), launch, 20e-6, cast(Any, driver)).run
+    run = numpy_or_launch.NumpyOrLaunch(cast(Any, program), launch, 20e-6, cast(Any, driver)).run
     for _ in range(5000):
         run((), ())
     by_numpy[0] = 0
@@ -497,7 +497,7 @@ def test_a_launch_is_preferred_once_the_calling_thread_runs_it(
 
 def test_numpy_is_not_given_up_on_a_machine_that_is_busy_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, by_numpy = 0.0, 0
-    monkeypatch.setattr(host_program, "perf_counter", lambda: clock)
+    monkeypatch.setattr(numpy_or_launch, "perf_counter", lambda: clock)
     result = SimpleNamespace(usage=SimpleNamespace(event=object()))
 
     def on_host(inputs: Any, numbers: Any) -> list[Any]:
@@ -508,7 +508,7 @@ def test_numpy_is_not_given_up_on_a_machine_that_is_busy_at_first(monkeypatch: p
 
     driver = cast(Any, SimpleNamespace(launch_seconds=8e-6))
     program = cast(Any, SimpleNamespace(run_in_place=on_host))
-    run = host_program.InPlace(program, lambda inputs, numbers: [], 20e-6, driver).run
+    run = numpy_or_launch.NumpyOrLaunch(program, lambda inputs, numbers: [], 20e-6, driver).run
     for _ in range(200):
         run((), ())
     assert by_numpy == 200

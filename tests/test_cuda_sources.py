@@ -30,8 +30,9 @@ from penstock.errors import CompileError, PenstockWarning
 from penstock.execution.executable import Executable
 from penstock.execution.realize import executables
 from penstock.execution.structure import Structure
-from penstock.graph import contraction, elementwise, quantization, reducing, shaping
+from penstock.graph import contraction, elementwise, moving_slices, quantization, reducing, shaping
 from penstock.graph.dtypes import bfloat16, checked
+from penstock.graph.gradient import gradients
 from penstock.graph.node import Node, leaf, placeholder
 from penstock.graph.paged_attention import paged_attention
 from penstock.kernels.cache import KernelCache, whole_text
@@ -187,6 +188,9 @@ def test_reductions_and_views_of_every_dtype(device: Device, given: Given) -> No
         build(device, [shaping.concat([x, shaping.slice_(x, ((0, 4, 2), (0, 6, 1)))], 0)])
         index = given((7,), np.dtype(np.int64))
         build(device, [contraction.gather(x, index)])
+        whole = shaping.slice_(x, ((1, 2, 1), (4, 3, -2)))
+        part = moving_slices.moved(whole, x, (0, 1))
+        build(device, [part, *gradients(part, whole, [x])[:1]])
     check(device, conftest.examples(150, quick=60))
 
 

@@ -45,6 +45,31 @@ OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "an item": lambda x, y: x[8, 6],
     "product": lambda x, y: (x > 0.5).astype(np.float32) @ (y > 0.5).astype(np.float32).T,
     "three axes": lambda x, y: x.reshape((3, 3, 7)),
+    "limits": lambda x, y: x.clip(-0.5, 0.75),
+    "a lower limit": lambda x, y: x.clip(0, None),
+    "equal limits": lambda x, y: x.clip(0.5, 0.5),
+}
+# The same by functions of both namespaces.
+FUNCTIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "limits of another tensor": lambda np, x, y: np.clip(x, y - 1, y + 1),
+    "stack": lambda np, x, y: np.stack([x, y], axis=1),
+    "a stack of the same": lambda np, x, y: np.stack([x, x]),
+    "two numbers": lambda np, x, y: np.where(x > y, 1.5, -2.5),
+    "lower triangle": lambda np, x, y: np.tril(x, k=-1),
+    "upper triangle": lambda np, x, y: np.triu(y),
+    "repeated items": lambda np, x, y: np.repeat(x, 3, axis=1),
+    "rolled": lambda np, x, y: np.roll(x, 2, axis=0),
+    "tiled": lambda np, x, y: np.tile(x, (2, 1, 3)),
+    "diagonal": lambda np, x, y: np.diagonal(x, 1),
+    "close": lambda np, x, y: np.isclose(x, y, 0.5),
+    "outer product": lambda np, x, y: np.outer(x[0], y[1]) if np is not ps else ps.outer(x[0], y[1]),
+    "along an axis": lambda np, x, y: np.take_along_axis(x, np.argsort(y, axis=1), axis=1),
+    "greatest": lambda np, x, y: x.max(axis=1) if np is not ps else ps.max(x, dim=1)[0],
+    "two greatest": lambda np, x, y: -np.sort(-x, axis=1)[:, :2] if np is not ps else ps.topk(x, 2)[0],
+}
+OPERATIONS |= {
+    name: partial(lambda function, x, y: function(ps if isinstance(x, ps.Tensor) else np, x, y), function)
+    for name, function in FUNCTIONS.items()
 }
 # The same of what is pending, and has the same bits on the host.
 PENDING: dict[str, Callable[[Any, Any], Any]] = {
@@ -105,6 +130,53 @@ def test_a_number_and_a_function_with_constants_of_its_own(
         np.testing.assert_array_equal(result.realize().numpy(), wanted, f"{other} after {number}")
 
 
+def test_limits_are_told_apart(device: Device) -> None:
+    a = np.array([math.nan, -math.inf, -7.0, -0.0, 0.0, 5e-9, 1, 2**25 + 2, math.inf], np.float32)
+    x, whole = ps.asarray(a, device=device), ps.asarray([-300, -1, 0, 70, 500], device=device)
+    limits = (0.0, -0.0, 1, 2**24, 2**25 + 1, 0.1, math.inf, -math.inf, math.nan, None)
+    for _ in range(3):
+        for least in limits:
+            for most in limits:
+                low, high = (None if limit is None else np.float32(limit) for limit in (least, most))
+                expected = a if low is None else np.maximum(a, low)
+                expected = expected if high is None else np.minimum(expected, high)
+                np.testing.assert_array_equal(ps.clip(x, least, most).numpy(), expected, f"{least}, {most}")
+        assert ps.clip(whole, -1, 2.5).tolist() == [-1, -1, 0, 2, 2]
+        assert ps.clip(whole, -(10**30), 10**30).tolist() == whole.tolist()
+        assert [math.copysign(1, item) for item in ps.clip(x[3:5], 0.0, 1.0).tolist()] == [-1, 1]
+
+
+def test_indices_are_checked_where_others_were_in_range(device: Device) -> None:
+    x = ps.asarray(np.arange(12, dtype=np.float32).reshape(3, 4), device=device)
+    functional = ps.nn.functional
+    for _ in range(3):
+        for last in (3, -1, 2, 0, -4):
+            index = np.array([[0, last], [1, 2], [last, 1]])
+            taken = ps.take_along_axis(x, ps.asarray(index, device=device), axis=1)
+            np.testing.assert_array_equal(taken.numpy(), np.take_along_axis(x.numpy(), index, axis=1))
+        for wrong in (4, -5):
+            with pytest.raises(IndexError, match="take_along_axis"):
+                ps.take_along_axis(x, ps.asarray([[0], [wrong], [1]], device=device), axis=1).numpy()
+        for wrong, good in ((4, 3), (-1, 2)):
+            targets = ps.asarray([0, good, 1], device=device)
+            bad = ps.asarray([0, wrong, 1], device=device)
+            picked = x.numpy()[range(3), targets.numpy()]
+            np.testing.assert_array_equal(functional.nll_loss(x, targets, reduction="none").numpy(), -picked)
+            assert functional.cross_entropy(x, targets).item() > 0
+            assert ps.one_hot(targets, 4)[1].tolist() == [int(at == good) for at in range(4)]
+            for refused in (functional.nll_loss, functional.cross_entropy):
+                with pytest.raises(IndexError):
+                    refused(x, bad).numpy()
+            with pytest.raises(IndexError, match="one_hot"):
+                ps.one_hot(bad, 4).numpy()
+        ignored = ps.asarray([0, -100, 1], device=device)
+        both = ps.asarray([0, 1], device=device)
+        rows = ps.asarray(x.numpy()[[0, 2]], device=device)
+        np.testing.assert_allclose(
+            functional.cross_entropy(x, ignored).item(), functional.cross_entropy(rows, both).item(), 1e-6
+        )
+
+
 @pytest.mark.parametrize("operation", [lambda x: x * 2.5, lambda x: 2.5 - x])
 def test_a_number_and_the_value_of_a_function(device: Device, operation: Callable[[Any], Any]) -> None:
     """The constants of what computed a value are no constants of what is computed from it."""
@@ -131,6 +203,20 @@ def test_errors_are_those_of_the_first_time(device: Device) -> None:
             x + ps.ones(2, device="host")
         with pytest.raises(IndexError):
             x[2]
+
+
+def test_tuples_are_told_apart_by_their_items(device: Device) -> None:
+    """Also where they are equal, as (1,), (1.0,) and (True,) are."""
+    x = ps.asarray(np.arange(12, dtype=np.float32).reshape(3, 4), device=device)
+    for _ in range(3):
+        assert ps.mean(x, axis=(1,)).tolist() == [1.5, 5.5, 9.5]
+        assert ps.mean(x, axis=(0, 1)).item() == 5.5
+        assert ps.linalg.tensordot(x, x, axes=((0, 1), (0, 1))).item() == 506
+        for wrong in ((1.0,), (0, 1.0), (np.float64(1),)):
+            with pytest.raises(TypeError, match="axis"):
+                ps.mean(x, axis=wrong)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="axis"):
+            ps.linalg.tensordot(x, x, axes=((0, 1.0), (0, 1)))  # type: ignore[arg-type]
 
 
 def test_views_refuse_what_they_refused_the_first_time(device: Device) -> None:

@@ -22,10 +22,11 @@ from penstock.drivers.driver import Driver
 from penstock.errors import OutOfDeviceMemory
 from penstock.execution.ahead import Ahead
 from penstock.execution.executable import Executable
-from penstock.execution.host_program import HostProgram, InPlace
+from penstock.execution.host_program import HostProgram
 from penstock.execution.hosting import Residents, State
 from penstock.execution.launched import RunProgram
 from penstock.execution.memory_plan import MemoryPlan
+from penstock.execution.numpy_or_launch import NumpyOrLaunch
 from penstock.execution.sharing import source
 from penstock.execution.sources import kernel_sources
 from penstock.execution.starts import Starts
@@ -108,9 +109,13 @@ class ExecutableCache:
         """Whether computing it now would first build a program."""
         return structure.key not in self._programs and not self.waits_for_no_compiler(structure)
 
-    def moved(self, structure: Structure, key: Hashable | None) -> list[Node] | None:
+    def moved(
+        self, structure: Structure, key: Hashable | None, compute: Callable[[Node], None]
+    ) -> Sequence[Node] | None:
         """What computes an expression that is new only in where its slices start; see `Starts.moved`."""
-        return None if self.seen(structure) else self.starts.moved(structure, key)
+        if self.seen(structure):
+            return None
+        return self.starts.moved(structure, key, compute, self._device.limit_bytes is None)
 
     def keep_single(self, key: Hashable, structure: Structure, program: Executable | HostProgram) -> None:
         """Remember the program of a small expression, unless it is temporary, or was planned for a limit.
@@ -126,7 +131,7 @@ class ExecutableCache:
                 self.singles[key] = program.runner
             else:
                 seconds, driver = self._launch_seconds(on_host), self._device.driver
-                self.singles[key] = InPlace(on_host, program.runner, seconds, driver).run
+                self.singles[key] = NumpyOrLaunch(on_host, program.runner, seconds, driver).run
 
     def _may_be_outgrown(self, program: HostProgram) -> bool:
         """Whether a kernel is better once an expression has come often."""

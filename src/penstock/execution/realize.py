@@ -113,10 +113,12 @@ def _realize(
         if not wanted:
             return
     structure = Structure(wanted, device.capabilities)
-    if not repeated and device.dispatcher is None:
-        moved = executables(device).moved(structure, None if alone is None else alone[0])
+    if device.dispatcher is None:
+        moved = executables(device).moved(
+            structure, None if alone is None else alone[0], lambda node: _realize((node,), device)
+        )
         if moved is not None:
-            structure = Structure(moved, device.capabilities)
+            structure = Structure(moved, device.capabilities, recorded=wanted)
             alone = None if alone is None else single(moved[0])
     run_all = _told if device.stream.recorders else _computed
     if replaced is None or device.dispatcher is not None:

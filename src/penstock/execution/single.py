@@ -9,11 +9,11 @@ from penstock.execution.structure import Structure
 from penstock.graph.bounds import BOUNDED
 from penstock.graph.calls import CALL
 from penstock.graph.elementwise import FULL
-from penstock.graph.node import Node
+from penstock.graph.node import Kind, Node
 from penstock.graph.reference import Constant, constant_key
 from penstock.memory.buffer import Buffer
 
-_MOST_PARTS = 64  # of a key: some ten operations
+_MOST_PARTS = 128  # of a key: some twenty operations
 _MOST_DEPTH = 64  # of nodes, with those of subgraphs
 
 # What an expression is, whatever the values are; the buffers that its program takes; their nodes; and its
@@ -82,11 +82,13 @@ def _describe(
     False: it is no small expression. What is used twice is there twice.
     """
     primitive = node.primitive
-    if primitive is FULL:
-        constant = constant_key(node, "number")
-        key += (FULL, node.shape, node.dtype.name, constants.setdefault(constant, len(constants)))
-        return True
     parents = node.inputs
+    if primitive is FULL or (not parents and primitive.kind is Kind.CREATION):
+        names = primitive.constants
+        key += (primitive, node.shape, node.dtype.name)
+        key += [value for name, value in node.attributes.items() if name not in names]
+        key += [constants.setdefault(constant_key(node, name), len(constants)) for name in names]
+        return True
     if not parents or primitive.constants or primitive is BOUNDED or len(key) + len(parents) > _MOST_PARTS:
         return False
     subgraph = None

@@ -28,13 +28,18 @@ class Structure:
     """What a graph computes, apart from the values of its inputs and constants."""
 
     def __init__(
-        self, wanted: Sequence[Node], target: Capabilities | None = None, checked: bool = True
+        self,
+        wanted: Sequence[Node],
+        target: Capabilities | None = None,
+        checked: bool = True,
+        recorded: Sequence[Node] | None = None,
     ) -> None:
         """Of a graph as the target computes it: what it has no kernel for is decomposed.
 
-        `checked`: with what tells whether its indices are in range.
+        `checked`: with what tells whether its indices are in range. `recorded`: what the user recorded, if it
+        is other than what is wanted.
         """
-        self.recorded = wanted  # as it was given
+        self.recorded = wanted if recorded is None else recorded
         self._contracts = target is None or target.contracts
         self._rounds_quotients = target is not None and target.rounds_quotients
         if not self._walk(wanted, target):

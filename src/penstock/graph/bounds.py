@@ -17,12 +17,13 @@ import numpy as np
 from penstock.errors import BadIndex
 from penstock.graph.creating import POSITIONS, SEQUENCE
 from penstock.graph.dtypes import uint32, uint64
-from penstock.graph.elementwise import CAST, FULL, cast
+from penstock.graph.elementwise import CAST, FULL, PRIMITIVES, cast
 from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape, same
 from penstock.graph.reducing import ARGSORT, max_
 from penstock.graph.shaping import concat, pad, reshape
 
 _CLAMPING: dict[str, Callable[[Iterable[int]], int]] = {"minimum": min, "maximum": max}
+_WHERE = PRIMITIVES["where"]
 _MOST_TOGETHER = 16  # index tensors that are checked by one kernel
 
 
@@ -120,6 +121,11 @@ def known_range(index: Node, spans: bool = True) -> tuple[int, int] | None:
         sides = [known_range(side, spans) or (int(limits.min), int(limits.max)) for side in index.inputs]
         least, most = (_CLAMPING[primitive.name](ends) for ends in zip(*sides, strict=True))
         return least, most
+    if primitive is _WHERE and index.inputs:
+        first, second = (known_range(side, spans) for side in index.inputs[1:])
+        if first is None or second is None:
+            return None
+        return min(first[0], second[0]), max(first[1], second[1])
     if primitive.kind is Kind.ARG_REDUCTION and index.inputs:
         return 0, index.inputs[0].shape[given["axis"]] - 1
     return None

@@ -17,13 +17,19 @@ from penstock.graph.reference import Constant, constant_key
 class Subgraph:
     """The nodes between inputs, which are placeholders, and outputs. Equal only to itself."""
 
-    __slots__ = ("constants", "depth", "inputs", "only", "outputs")
+    __slots__ = ("constants", "depth", "inputs", "only", "outputs", "results")
 
     def __init__(self, inputs: Sequence[Node], outputs: Sequence[Node]) -> None:
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
         # The shape and the dtype of its output, if it has only one.
         self.only = (outputs[0].shape, outputs[0].dtype) if len(outputs) == 1 else None
+        # Results of a call like those that will be made, if it has several.
+        self.results = (
+            []
+            if self.only
+            else [Node(RESULT, (), {"number": at}, like=output) for at, output in enumerate(outputs)]
+        )
         self.depth = max((node.depth for node in outputs if node.value is None), default=0)
         pending = [node for node in topological(outputs) if node.value is None]
         self.constants: tuple[Constant, ...] = tuple(
@@ -73,7 +79,11 @@ def call(subgraph: Subgraph, inputs: Sequence[Node]) -> list[Node]:
     node.depth += subgraph.depth  # the depth limits how much may be pending
     if subgraph.only is not None:
         return [node]
-    return [Node(RESULT, (node,), {"number": number}) for number in range(len(subgraph.outputs))]
+    results = [result.alike((node,)) for result in subgraph.results]
+    for result in results:
+        result.depth = node.depth + 1
+        result.pending_bytes += node.pending_bytes
+    return results
 
 
 def subgraph_between(inputs: Collection[Node], outputs: Sequence[Node]) -> tuple[Subgraph, list[Node]] | None:

@@ -10,6 +10,7 @@ import numpy as np
 from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape
 
 Axes = tuple[int, ...]
+Slices = tuple[tuple[int, int, int], ...]  # (start, count, step) of each axis
 
 
 def _reshape_shape(x: Node, *, shape: Shape) -> tuple[Shape, DType]:
@@ -23,7 +24,7 @@ def _concat_shape(*inputs: Node, axis: int) -> tuple[Shape, DType]:
     return tuple(shape), inputs[0].dtype
 
 
-def _indices(slices: tuple[tuple[int, int, int], ...]) -> tuple[slice, ...]:
+def _indices(slices: Slices) -> tuple[slice, ...]:
     """(start, count, step) of each axis as NumPy slices; a step may be negative."""
     return tuple(
         slice(start, end if (end := start + count * step) >= 0 else None, step) if count else slice(0, 0)
@@ -31,24 +32,33 @@ def _indices(slices: tuple[tuple[int, int, int], ...]) -> tuple[slice, ...]:
     )
 
 
-def _slice_at_reference(
-    x: Array, *starts: Array, slices: tuple[tuple[int, int, int], ...], axes: Axes, out: Array | None = None
-) -> Array:
+def _known(starts: Sequence[Array], slices: Slices, axes: Axes) -> Slices:
+    """The slices once the least indices along some axes are known."""
     known = list(slices)
     for least, axis in zip(starts, axes, strict=True):
         _, count, step = slices[axis]
         known[axis] = int(least) - min((count - 1) * step, 0), count, step
-    part = x[_indices(tuple(known))]
+    return tuple(known)
+
+
+def _slice_at_reference(
+    x: Array, *starts: Array, slices: Slices, axes: Axes, out: Array | None = None
+) -> Array:
+    part = x[_indices(_known(starts, slices, axes))]
     if out is None:
         return part
     np.copyto(out, part)
     return out
 
 
-def _pad_reference(x: Array, slices: tuple[tuple[int, int, int], ...], shape: Shape) -> Array:
+def _pad_reference(x: Array, slices: Slices, shape: Shape) -> Array:
     result = np.zeros(shape, x.dtype)
     result[_indices(slices)] = x
     return result
+
+
+def _pad_at_reference(x: Array, *starts: Array, slices: Slices, shape: Shape, axes: Axes) -> Array:
+    return _pad_reference(x, _known(starts, slices, axes), shape)
 
 
 def reshape(x: Node, shape: Shape) -> Node:
@@ -61,7 +71,7 @@ def permute(x: Node, axes: tuple[int, ...]) -> Node:
     return x if axes == tuple(range(len(axes))) else Node(PERMUTE, (x,), {"axes": axes})
 
 
-def slice_(x: Node, slices: tuple[tuple[int, int, int], ...]) -> Node:
+def slice_(x: Node, slices: Slices) -> Node:
     """A slice of each axis, given as (start, count, step)."""
     whole = slices == tuple([(0, length, 1) for length in x.shape])
     return x if whole else Node(SLICE, (x,), {"slices": slices})
@@ -74,7 +84,7 @@ def slice_axis(x: Node, axis: int, start: int, count: int, step: int = 1) -> Nod
     return slice_(x, tuple(slices))
 
 
-def slice_at(x: Node, starts: Sequence[Node], slices: tuple[tuple[int, int, int], ...], axes: Axes) -> Node:
+def slice_at(x: Node, starts: Sequence[Node], slices: Slices, axes: Axes) -> Node:
     """A slice whose least indices along some axes are known only when it runs: integers, one for each axis.
 
     The host has checked that they are in range. The starts of these axes in `slices` are 0.
@@ -82,7 +92,7 @@ def slice_at(x: Node, starts: Sequence[Node], slices: tuple[tuple[int, int, int]
     return Node(SLICE_AT, (x, *starts), {"slices": slices, "axes": axes})
 
 
-def pad(x: Node, slices: tuple[tuple[int, int, int], ...], shape: Shape) -> Node:
+def pad(x: Node, slices: Slices, shape: Shape) -> Node:
     """Zeros with `x` written to the slices: the transpose of `slice_`."""
     return Node(PAD, (x,), {"slices": slices, "shape": shape})
 
@@ -90,6 +100,12 @@ def pad(x: Node, slices: tuple[tuple[int, int, int], ...], shape: Shape) -> Node
 def concat(inputs: list[Node], axis: int) -> Node:
     """The inputs concatenated along an axis."""
     return inputs[0] if len(inputs) == 1 else Node(CONCAT, tuple(inputs), {"axis": axis})
+
+
+def _slice_at_gradient(g: Node, n: Node) -> list[Node | None]:
+    x, *starts = n.inputs
+    padded = Node(PAD_AT, (g, *starts), {**n.attributes, "shape": x.shape})
+    return [padded, *(None for _ in starts)]
 
 
 def _permute_gradient(g: Node, n: Node) -> tuple[Node]:
@@ -128,12 +144,13 @@ SLICE = Primitive(
     lambda g, n: (pad(g, n.attributes["slices"], n.inputs[0].shape),),
 )
 # No view: what is computed from it does not depend on where it starts. It is made of slices when a program is
-# chosen, so it needs no gradient.
+# chosen, or their gradient is recorded.
 SLICE_AT = Primitive(
     "slice_at",
     Kind.MOVE,
     lambda x, *starts, slices, axes: (tuple([count for _, count, _ in slices]), x.dtype),
     _slice_at_reference,
+    _slice_at_gradient,
     takes_out=True,
 )
 PAD = Primitive(
@@ -142,6 +159,14 @@ PAD = Primitive(
     lambda x, slices, shape: (shape, x.dtype),
     _pad_reference,
     lambda g, n: (slice_(g, n.attributes["slices"]),),
+)
+# Zeros with the first input where the starts say: the transpose of `slice_at`. It is in recorded gradients
+# only, through which no gradient passes.
+PAD_AT = Primitive(
+    "pad_at",
+    Kind.MOVE,
+    lambda x, *starts, slices, shape, axes: (shape, x.dtype),
+    _pad_at_reference,
 )
 CONCAT = Primitive(
     "concat",

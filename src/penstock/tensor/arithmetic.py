@@ -102,6 +102,7 @@ __all__ = [
 # The kinds of dtypes that a function takes, as NumPy's letters.
 _BOOL, _INTEGER, _REAL, _NUMBER, _ANY = "b", "iu", "iuf", "iufc", "biufc"
 _FLOATING = "fc"
+_HELD = 1 << 24  # float32 holds all integers up to this
 _Record = Callable[[Any, Any], Tensor]
 _records: dict[str, tuple[_Record, _Record]] = {}  # by name, the parts of functions of two operands
 
@@ -349,9 +350,16 @@ def where(condition: Any, x1: Any, x2: Any, /) -> Tensor:
     if not isinstance(x1, Tensor) and not isinstance(x2, Tensor):
         x1 = scalar(x1, dtypes.promote(dtypes.of_scalar(x1, None), dtypes.of_scalar(x2, None)), device)
     a, b = operands(x1, x2, name="where")
+    return (_where_values if is_computed(mask) else _where)(mask, a, b)
+
+
+def _where(mask: Tensor, a: Tensor, b: Tensor) -> Tensor:
     shape = common_shape(mask.shape, a.shape)
     mask, a, b = (broadcast(tensor, shape) for tensor in (mask, a, b))
     return record(elementwise.where(mask._node, a._node, b._node), mask, a, b)
+
+
+_where_values = composite(_where)
 
 
 @of_tensor
@@ -364,6 +372,19 @@ def clip(x: Tensor, /, min: Any = None, max: Any = None) -> Tensor:
     [0, 1, 4]
     """
     _check("clip", _REAL, x)
+    return _clipped(x, _as_operand(min, x), _as_operand(max, x))
+
+
+def _as_operand(limit: Any, x: Tensor) -> Any:
+    """A number as a tensor, if the dtype of `x` holds it, so that one program serves all; else as it is."""
+    dtype = x.dtype
+    if type(limit) in (int, float) and dtype.kind == "f" and dtype.itemsize > 2 and -_HELD <= limit <= _HELD:
+        return scalar(limit, dtype, x.device)
+    return limit
+
+
+@composite
+def _clipped(x: Tensor, min: Any, max: Any) -> Tensor:
     result = x
     for limit, is_inside in ((min, greater_equal), (max, less_equal)):
         if limit is not None and not _is_beyond(limit, x.dtype, above=is_inside is less_equal):

@@ -1,19 +1,17 @@
 """The backward pass from a tensor: gradients for the tensors behind it that require one.
 
-A training loop repeatedly needs the gradients of the same graph. The graph of gradients is recorded once for
-each graph, and called from then on (`graph/calls.py`).
+A training loop repeatedly needs the gradients of the same graph, which are recorded once
+(`recorded_gradients.py`).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 from penstock.execution.realize import realize
 from penstock.graph import elementwise
-from penstock.graph.bounds import BOUNDED
-from penstock.graph.calls import Subgraph, call, subgraph_between
-from penstock.graph.decompose import decompose
+from penstock.graph.calls import call
 from penstock.graph.gradient import gradients
 from penstock.graph.node import Node, topological
 from penstock.runtime import Device
@@ -21,11 +19,9 @@ from penstock.tensor.broadcasting import broadcast
 from penstock.tensor.capture import capture
 from penstock.tensor.core import Tensor, install, much_pending
 from penstock.tensor.leaves import changed_since, leaf_of
-from penstock.tensor.recording import recorded_once
+from penstock.tensor.recorded_gradients import recorded_gradients
 
 _SMALL_BYTES = 1 << 20  # of a value that costs little to keep
-# The subgraph of gradients, the positions of its inputs in the graph, and which leaves have a gradient.
-Gradients = tuple[Subgraph, list[int], list[bool]]
 
 
 def backward(self: Tensor, gradient: Tensor | None = None) -> None:
@@ -106,55 +102,14 @@ def _repeated(history: list[Node], leaves: Sequence[Node], device: Device) -> li
     known = recorded_gradients(history, leaves, device)
     if known is None:
         return _stopped(gradients(history[-1], None, leaves))
-    subgraph, taken, present = known
-    results = iter(call(subgraph, [history[number] for number in taken]))
+    subgraph, inputs, present = known
+    results = iter(call(subgraph, inputs))
     return [next(results) if there else None for there in present]
-
-
-def recorded_gradients(history: list[Node], leaves: Sequence[Node], device: Device) -> Gradients | None:
-    """The gradients of the last node of a graph with respect to the leaves; None if they cannot be reused."""
-    key = _key(history, leaves)
-    return None if key is None else recorded_once(device, key, lambda: _recorded(history, leaves, device))
 
 
 def _stopped(parts: Sequence[Node | None]) -> list[Node | None]:
     """Gradients through which no gradient passes, as none passes through a call either."""
     return [None if part is None else elementwise.stop(part) for part in parts]
-
-
-def _recorded(history: list[Node], leaves: Sequence[Node], device: Device) -> Gradients | None:
-    """The subgraph of the gradients; None if it cannot be reused."""
-    parts = gradients(history[-1], None, leaves)
-    outputs = decompose([part for part in parts if part is not None], device.capabilities)
-    made = subgraph_between(dict.fromkeys(history), outputs)
-    if made is None:
-        return None
-    position = {node: number for number, node in enumerate(history)}
-    return made[0], [position[node] for node in made[1]], [part is not None for part in parts]
-
-
-def _key(history: list[Node], leaves: Sequence[Node]) -> Hashable | None:
-    """The key of a graph by all that its gradients depend on; None if that is unknown."""
-    position: dict[Node, int] = {}
-    parts: list[Hashable] = []
-    for node in history:
-        position[node] = len(parts)
-        computed = node.value is not None
-        if computed and not node.inputs:
-            parts.append((node.shape, node.dtype.name, node.tracked))
-            continue
-        primitive, attributes = node.primitive, node.attributes
-        if primitive.transient:
-            return None
-        where = tuple([position[parent] for parent in node.inputs])
-        values: list[Hashable] = []
-        if attributes and primitive is not BOUNDED:  # its attribute is the line that recorded it
-            # The values of constants may differ: they are inputs of the subgraph, and no gradient rule looks
-            # at them. But a checkpoint recomputes nodes with inputs, including their constants.
-            known = () if node.inputs else primitive.constants
-            values = [value for name, value in attributes.items() if name not in known]
-        parts.append((primitive, where, computed, node.tracked, *values))
-    return tuple(parts), tuple([position[node] for node in leaves])
 
 
 install("backward", backward)

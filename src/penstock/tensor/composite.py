@@ -46,9 +46,9 @@ def composite(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
                 node = x._actual_node
                 kind = (function, node.shape, node.dtype.name)
                 for arg in args[1:]:
-                    kind += (arg, type(arg))
+                    kind += (arg, type(arg)) if type(arg) is not tuple else (arg, *map(type, arg))
                 for name, arg in kwargs.items():
-                    kind += (name, arg, type(arg))
+                    kind += (name, arg, type(arg)) if type(arg) is not tuple else (name, arg, *map(type, arg))
                 repeated = again_as(kind, x)
             elif len(args) == 2 and not kwargs:
                 repeated = again(function, x, args[1])
@@ -71,8 +71,7 @@ def composite(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
                 nodes.append(node)
                 key += (node.shape, node.dtype.name)
             else:
-                # By repr, since 0.0 == -0.0.
-                key += (type(arg), repr(arg) if isinstance(arg, _NUMBERS) else arg)
+                key += _told_apart(arg)
         if device is None:
             return function(*args, **kwargs)
         general = tuple(key)
@@ -89,6 +88,14 @@ def composite(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
         return _repeated(known, tuple(nodes), device)
 
     return composed
+
+
+def _told_apart(arg: Any) -> tuple[Any, ...]:
+    """The part of a key that an argument is, where 1, 1.0 and True differ, and 0.0 and -0.0."""
+    kind = type(arg)
+    if isinstance(arg, tuple):
+        return kind, tuple(map(_told_apart, arg))
+    return kind, repr(arg) if isinstance(arg, _NUMBERS) else arg
 
 
 def _repeated(like: Example, nodes: tuple[Node, ...], device: Device) -> Tensor:
@@ -123,9 +130,10 @@ def _recorded(
     node = result._node
     if not node.inputs:
         return None  # an argument, or what depends on none: there is nothing to record
-    is_single = {*node.inputs} <= {*leaves} and not node.primitive.transient
+    parts = decompose([node], device.capabilities)
+    is_single = parts[0] is node and {*node.inputs} <= {*leaves} and not node.primitive.transient
     if not is_single or node.primitive is BOUNDED:
-        made = subgraph_between(dict.fromkeys(leaves), decompose([node], device.capabilities))
+        made = subgraph_between(dict.fromkeys(leaves), parts)
         if made is None:
             return None
         (node,) = call(made[0], made[1])

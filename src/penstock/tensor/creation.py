@@ -16,6 +16,7 @@ from penstock.runtime import Device
 from penstock.tensor import dtypes
 from penstock.tensor.arguments import integer, of_tensor, shape_of
 from penstock.tensor.broadcasting import broadcast
+from penstock.tensor.composite import composite
 from penstock.tensor.core import Scalar, Tensor, from_numpy, record, resolve
 from penstock.tensor.dlpack import imported
 from penstock.tensor.operands import as_number, as_tensors, fitted, note_constant
@@ -249,6 +250,7 @@ def _kept(x: Tensor, compare: Any, k: int, name: str) -> Tensor:
 
 
 @of_tensor
+@composite
 def tril(x: Tensor, /, k: int = 0) -> Tensor:
     """The items on and below the k-th diagonal, 0 elsewhere.
 
@@ -259,6 +261,7 @@ def tril(x: Tensor, /, k: int = 0) -> Tensor:
 
 
 @of_tensor
+@composite
 def triu(x: Tensor, /, k: int = 0) -> Tensor:
     """The items on and above the k-th diagonal, 0 elsewhere.
 

@@ -48,11 +48,23 @@ def get(x: Tensor, key: Any, operation: str = "x[index]") -> Tensor:
 
 def along(x: Tensor, index: Tensor, axis: int, operation: str) -> Tensor:
     """The slices of `x` at integer indices along an axis; the axes of the index replace that axis."""
-    _note_range(index)
-    span, length = index._node.span, x._node.shape[axis]
-    if span is not None and -length <= span[0] and span[1] < length:
-        return _along_checked(axis, span[0] < 0)(x, index)
+    least = least_known(index, x._node.shape[axis])
+    if least is not None:
+        return _along_checked(axis, least < 0)(x, index)
     return _picked(x, index, _index_node(index, axis, x, operation), axis)
+
+
+def least_known(index: Tensor, length: int) -> int | None:
+    """The least item of an index that is known to be in range of an axis, or from its end; else None."""
+    _note_range(index)
+    span = index._node.span
+    return span[0] if span is not None and -length <= span[0] and span[1] < length else None
+
+
+def assume_known(index: Tensor, length: int, from_end: bool = False) -> None:
+    """Have a stand-in for indices be in range of an axis; `from_end`: some may count from its end."""
+    if index._node.span is None:
+        index._node.span = (-length if from_end else 0, length - 1)
 
 
 @cache

@@ -15,10 +15,10 @@ from penstock.graph.calls import CALL
 from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.node import Node, topological
 from penstock.runtime import Device
-from penstock.tensor.backward import recorded_gradients
 from penstock.tensor.capture import capture
 from penstock.tensor.core import Tensor
 from penstock.tensor.leaves import changed_since, leaf_of
+from penstock.tensor.recorded_gradients import recorded_gradients
 
 # By device, the nodes with the inputs that they had while they were pending.
 _kept: WeakKeyDictionary[Device, WeakKeyDictionary[Node, tuple[Node, ...]]] = WeakKeyDictionary()
@@ -80,7 +80,7 @@ def _taken(node: Node, device: Device) -> list[Node]:
         known = recorded_gradients(history, leaves, device)
     except TypeError:  # an operation has no gradient, which only `backward` has to tell
         return []
-    return [] if known is None else [history[number] for number in known[1]]
+    return [] if known is None else known[1]
 
 
 def _stored(node: Node) -> Node | None:

@@ -27,6 +27,7 @@ from penstock.tensor.arithmetic import (
 )
 from penstock.tensor.arithmetic import pow as pow_
 from penstock.tensor.broadcasting import axes_of, broadcast
+from penstock.tensor.composite import composite
 from penstock.tensor.core import Tensor
 from penstock.tensor.creation import eye
 from penstock.tensor.decompositions import (
@@ -163,6 +164,11 @@ def cross(x1: Array, x2: Array, /, *, axis: int = -1) -> Tensor:
     [0, 0, 1]
     """
     x1, x2 = as_tensors("linalg.cross", x1, x2)
+    return _cross(x1, x2, axis)
+
+
+@composite
+def _cross(x1: Tensor, x2: Tensor, axis: int) -> Tensor:
     for x in (x1, x2):
         if x.shape[axes_of(x, axis, "linalg.cross")[0]] != 3:
             raise ValueError(f"linalg.cross takes vectors of three items, and the shape is {x.shape}")
@@ -178,6 +184,7 @@ Axis = int | Sequence[int] | None
 
 
 @of_tensor
+@composite
 def vector_norm(
     x: Tensor, /, ord: float = 2, axis: Axis = None, keepdims: bool = False, *, dtype: DType | None = None
 ) -> Tensor:

@@ -112,6 +112,11 @@ def vecdot(x1: Array, x2: Array, /, axis: int = -1) -> Tensor:
     11
     """
     x1, x2 = as_tensors("vecdot", x1, x2)
+    return _vecdot(x1, x2, axis)
+
+
+@composite
+def _vecdot(x1: Tensor, x2: Tensor, axis: int) -> Tensor:
     if x1.dtype.kind not in "iufc" or x2.dtype.kind not in "iufc":
         raise TypeError(f"vecdot does not take {x1.dtype} and {x2.dtype}")
     (first,), (second,) = axes_of(x1, axis, "vecdot"), axes_of(x2, axis, "vecdot")
@@ -130,6 +135,11 @@ def tensordot(x1: Array, x2: Array, /, axes: int | tuple[Sequence[int], Sequence
     (2, 3, 5)
     """
     x1, x2 = as_tensors("tensordot", x1, x2)
+    return _tensordot(x1, x2, axes)
+
+
+@composite
+def _tensordot(x1: Tensor, x2: Tensor, axes: int | tuple[Sequence[int], Sequence[int]]) -> Tensor:
     if isinstance(axes, int):
         if not 0 <= axes <= min(x1.ndim, x2.ndim):
             raise ValueError(f"tensordot: shapes {x1.shape} and {x2.shape} have no {axes} axes to sum over")

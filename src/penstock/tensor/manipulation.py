@@ -18,7 +18,7 @@ from penstock.tensor.broadcasting import axes_of, broadcast, common_shape
 from penstock.tensor.composite import composite
 from penstock.tensor.core import Tensor, install, record
 from penstock.tensor.creation import Where, arange
-from penstock.tensor.indexing import along, get
+from penstock.tensor.indexing import along, assume_known, get, least_known
 from penstock.tensor.operands import Array, as_tensors
 from penstock.tensor.repeated import again, is_computed, viewed
 
@@ -161,6 +161,7 @@ def flip(x: Tensor, /, axis: Axis = None) -> Tensor:
 
 
 @of_tensor
+@composite
 def roll(x: Tensor, /, shift: int | Sequence[int], axis: Axis = None) -> Tensor:
     """Shift items along axes, and wrap around; without axes, in the flattened tensor.
 
@@ -228,7 +229,16 @@ def stack(arrays: Sequence[Array], /, axis: int = 0) -> Tensor:
     if not arrays:
         raise ValueError("stack needs an array")
     arrays = as_tensors("stack", *arrays)
-    return concat([expand_dims(array, axis=axis) for array in arrays], axis=axis)
+    return _stack_along(axis if type(axis) is int else integer(axis, "stack", "an axis"))(*arrays)
+
+
+@cache
+def _stack_along(axis: int) -> Callable[..., Tensor]:
+    @composite
+    def stack_arrays(*arrays: Tensor) -> Tensor:
+        return concat([expand_dims(array, axis=axis) for array in arrays], axis=axis)
+
+    return stack_arrays
 
 
 @of_tensor
@@ -244,6 +254,7 @@ def unstack(x: Tensor, /, axis: int = 0) -> tuple[Tensor, ...]:
 
 
 @of_tensor
+@composite
 def tile(x: Tensor, repetitions: Sequence[int], /) -> Tensor:
     """Repeat the whole tensor along each axis.
 
@@ -270,9 +281,20 @@ def repeat(x: Tensor, repeats: int | Array, /, axis: int | None = None) -> Tenso
     if axis is None:
         return repeat(reshape(x, -1), repeats, axis=0)
     (position,) = axes_of(x, axis, "repeat")
+    if type(repeats) is int and repeats > 0:
+        return _repeated(x, repeats, position)
     counts = repeats.numpy() if isinstance(repeats, Tensor) else np.asarray(repeats)
     index = np.repeat(np.arange(x.shape[position]), counts)
     return get(x, (*[slice(None)] * position, index), "repeat")
+
+
+@composite
+def _repeated(x: Tensor, count: int, position: int) -> Tensor:
+    shape = x.shape
+    wide = broadcast(
+        expand_dims(x, axis=position + 1), (*shape[: position + 1], count, *shape[position + 1 :])
+    )
+    return reshape(wide, (*shape[:position], shape[position] * count, *shape[position + 1 :]))
 
 
 @of_tensor
@@ -321,6 +343,26 @@ def take_along_axis(x: Array, indices: Array, /, axis: int = -1) -> Tensor:
     """
     x, indices = as_tensors("take_along_axis", x, indices)
     (position,) = axes_of(x, axis, "take_along_axis")
+    is_index = indices.dtype.kind in "iu" and indices.ndim == x.ndim
+    least = least_known(indices, x.shape[position]) if is_index else None
+    if least is not None:
+        return _taken_along(position, least < 0)(x, indices)
+    return _take_along(x, indices, position)
+
+
+@cache
+def _taken_along(position: int, from_end: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    """`_take_along` for indices that are known to be in range; `from_end`: some may be negative."""
+
+    @composite
+    def taken_along_axis(x: Tensor, indices: Tensor) -> Tensor:
+        assume_known(indices, x.shape[position], from_end)
+        return _take_along(x, indices, position)
+
+    return taken_along_axis
+
+
+def _take_along(x: Tensor, indices: Tensor, position: int) -> Tensor:
     others = [(*t.shape[:position], 1, *t.shape[position + 1 :]) for t in (x, indices)]
     shape = list(common_shape(*others))
     shape[position] = indices.shape[position]

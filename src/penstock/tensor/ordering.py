@@ -93,9 +93,14 @@ def extreme(x: Tensor, /, axis: int, keepdim: bool = False, *, least: bool = Fal
     if not x.ndim:
         return _single(lambda x: extreme(x, axis, True, least=least), x)
     (axis,) = axes_of(x, axis, "min" if least else "max")
+    indices = (argmin if least else argmax)(x, axis=axis, keepdims=keepdim)
+    return Ordered(_extreme(x, axis, keepdim, least), indices)
+
+
+@composite
+def _extreme(x: Tensor, axis: int, keepdim: bool, least: bool) -> Tensor:
     indices = (argmin if least else argmax)(x, axis=axis, keepdims=True)
-    values = take_along_axis(x, indices, axis=axis)
-    return Ordered(_kept(values, axis, keepdim), _kept(indices, axis, keepdim))
+    return _kept(take_along_axis(x, indices, axis=axis), axis, keepdim)
 
 
 @of_tensor
@@ -120,8 +125,17 @@ def topk(x: Tensor, /, k: int, axis: int = -1, largest: bool = True, sorted: boo
     (axis,) = axes_of(x, axis, "topk")
     if not 0 <= k <= x.shape[axis]:
         _refuse_count("topk", k, x, axis)
-    indices = _at(argsort(x, axis=axis, descending=largest), axis, slice(0, k))
-    return Ordered(take_along_axis(x, indices, axis=axis), indices)
+    return Ordered(_top_values(x, k, axis, largest), _top_indices(x, k, axis, largest))
+
+
+@composite
+def _top_values(x: Tensor, k: int, axis: int, largest: bool) -> Tensor:
+    return take_along_axis(x, _top_indices(x, k, axis, largest), axis=axis)
+
+
+@composite
+def _top_indices(x: Tensor, k: int, axis: int, largest: bool) -> Tensor:
+    return _at(argsort(x, axis=axis, descending=largest), axis, slice(0, k))
 
 
 def _zero(x: Tensor) -> Tensor:

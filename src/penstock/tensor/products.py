@@ -83,6 +83,11 @@ def outer(x1: Array, x2: Array, /) -> Tensor:
     [[3, 4], [6, 8]]
     """
     x1, x2 = as_tensors("outer", x1, x2)
+    return _outer(x1, x2)
+
+
+@composite
+def _outer(x1: Tensor, x2: Tensor) -> Tensor:
     _of_axes("outer", (x1, x2), (1, 1))
     return multiply(expand_dims(x1, 1), expand_dims(x2, 0))
 

@@ -13,7 +13,6 @@ import operator
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from penstock.runtime import Device
 from penstock.tensor import dtypes
 from penstock.tensor.arguments import shape_of
 from penstock.tensor.capture import Capture, capture
+from penstock.tensor.composite import composite
 from penstock.tensor.core import Tensor, from_numpy, outside_capture, record, resolve
 from penstock.tensor.manipulation import concat
 
@@ -120,15 +120,15 @@ class Generator:
                 f"uniform needs low < high in {kind}, at a finite distance; {low} and {high} were given"
             )
 
-        def scaled(bits: Node) -> Node:
-            drawn = graph.uniform(bits, kind)
+        def scaled(drawn: Node) -> Node:
             if (start, stop) == (0, 1):
                 return drawn
             # Rounding can give `stop`, which is excluded.
             last = elementwise.like(drawn, np.nextafter(stop, start))
             return elementwise.minimum(_scaled(drawn, span, start), last)
 
-        return self._draw(shape, graph.UNIFORM_WORDS[kind], scaled, device)
+        drawn = self._draw(shape, graph.UNIFORM_WORDS[kind], graph.uniform, (kind,), device)
+        return Tensor(scaled(drawn._node), drawn.device)
 
     def normal(
         self,
@@ -150,11 +150,10 @@ class Generator:
                 f"normal needs numbers that are finite in {kind}, and std >= 0; {mean} and {std} were given"
             )
 
-        def scaled(bits: Node) -> Node:
-            drawn = graph.normal(bits, kind)
-            return drawn if (centre, spread) == (0, 1) else _scaled(drawn, spread, centre)
-
-        return self._draw(shape, graph.NORMAL_WORDS[kind], scaled, device)
+        drawn = self._draw(shape, graph.NORMAL_WORDS[kind], graph.normal, (kind,), device)
+        if (centre, spread) == (0, 1):
+            return drawn
+        return Tensor(_scaled(drawn._node, spread, centre), drawn.device)
 
     def integers(
         self,
@@ -177,8 +176,7 @@ class Generator:
         end = _integer("high", high, int(bounds.min), int(bounds.max) + 2)
         if end <= first:
             raise ValueError(f"integers needs low < high, and {low} and {high} were given")
-        make = partial(graph.integers, low=first, high=end, dtype=kind)
-        return self._draw(shape, graph.INTEGERS_WORDS, make, device)
+        return self._draw(shape, graph.INTEGERS_WORDS, graph.integers, (first, end, kind), device)
 
     def bernoulli(
         self, probability: float, shape: int | Sequence[int], device: Device | str | None = None
@@ -191,8 +189,7 @@ class Generator:
         chance = float(probability)
         if not 0 <= chance <= 1:
             raise ValueError(f"a probability is between 0 and 1, and {chance} was given")
-        make = partial(graph.bernoulli, probability=chance)
-        return self._draw(shape, graph.BERNOULLI_WORDS, make, device)
+        return self._draw(shape, graph.BERNOULLI_WORDS, graph.bernoulli, (chance,), device)
 
     def permutation(self, n: int, device: Device | str | None = None) -> Tensor:
         """The integers from 0 to `n` - 1 in random order.
@@ -201,20 +198,21 @@ class Generator:
         [0, 1, 2, 3]
         """
         count = _integer("the length of a permutation", n, 0, 1 << 63)
-        return self._draw(count, graph.PERMUTATION_WORDS, graph.permutation, device)
+        return self._draw(count, graph.PERMUTATION_WORDS, graph.permutation, (), device)
 
     def _draw(
         self,
         shape: int | Sequence[int],
         words: int,
-        make: Callable[[Node], Node],
+        make: Callable[..., Node],
+        kind: tuple[Any, ...],
         where: Device | str | None = None,
     ) -> Tensor:
-        """The result of `make` on random bits with `words` 32-bit words for each item."""
+        """The result of `make` on random bits, `words` 32-bit words for each item, and on what `kind` has."""
         wanted = (*shape_of(shape, "a random draw"), words)
         device = resolve(where or self._device)
         state = self._next_state(-(-math.prod(wanted) // graph.WORDS_PER_BLOCK), device)
-        return Tensor(make(graph.random_bits(state, wanted)), device)
+        return _made(Tensor(state, device), make, wanted, *kind)
 
     def _next_state(self, blocks: int, device: Device) -> Node:
         """The state for a draw of so many blocks; the generator advances behind them.
@@ -278,6 +276,11 @@ class _Draws:
     def after_failure(self) -> None:
         """Take back the advance for a replay that has not taken effect."""
         self._generator._after_failure(self._device, self.blocks)
+
+
+@composite
+def _made(state: Tensor, make: Callable[..., Node], shape: tuple[int, ...], *kind: Any) -> Tensor:
+    return record(make(graph.random_bits(state._node, shape), *kind), state)
 
 
 def _words(seed: int, counter: int, device: Device) -> Node:

@@ -21,7 +21,7 @@ from penstock.tensor.core import Tensor, record
 from penstock.tensor.operands import constant_like
 
 _PLAIN = (float, int)  # types of the numbers that most operations have
-_TOLD_APART = {int, bool, str, tuple, NoneType}  # not floats: 0.0 == -0.0
+_TOLD_APART = {int, bool, str, NoneType}  # not floats: 0.0 == -0.0
 _INTEGERS = {int}
 _new_tensor = Tensor.__new__
 Slices = tuple[tuple[int, int, int], ...]
@@ -135,7 +135,8 @@ def again_as(kind: tuple[Any, ...], x: Tensor) -> Tensor | None:
 
 def note_as(kind: tuple[Any, ...], like: Example, device: Device, rest: tuple[Any, ...]) -> None:
     """Have `again_as` make nodes like others, if the `rest` of the arguments is told apart by its types."""
-    if like.node.like is not None and like.inputs_of is tuple and _TOLD_APART.issuperset(map(type, rest)):
+    items = [item for arg in rest for item in (arg if type(arg) is tuple else (arg,))]
+    if like.node.like is not None and like.inputs_of is tuple and _TOLD_APART.issuperset(map(type, items)):
         with device.running:  # for other threads
             device.examples[kind] = like
 

@@ -14,9 +14,10 @@ from penstock.tensor import assigning, dtypes
 from penstock.tensor.arguments import integer, of_tensor
 from penstock.tensor.arithmetic import add, equal, multiply, where
 from penstock.tensor.broadcasting import axes_of, broadcast, common_shape
+from penstock.tensor.composite import composite
 from penstock.tensor.core import Tensor, record
 from penstock.tensor.creation import arange, full, ones
-from penstock.tensor.indexing import get, in_range
+from penstock.tensor.indexing import assume_known, get, in_range, least_known
 from penstock.tensor.manipulation import (
     astype,
     expand_dims,
@@ -222,9 +223,20 @@ def one_hot(x: Tensor, /, num_classes: int = -1) -> Tensor:
         count = 1 + int(_read("one_hot", max_(x), "give num_classes")) if x.size else 0
     if count < 1:
         raise ValueError(f"one_hot needs a class, and num_classes={num_classes} was given for {x.shape}")
+    least = least_known(x, count)
+    return (_one_hot if least is None or least < 0 else _one_hot_of_known)(x, count)
+
+
+def _one_hot(x: Tensor, count: int) -> Tensor:
     classes = arange(count, device=x.device)
     known = record(in_range(x._node, (count,), 0, "one_hot", x.device), x)
     return astype(equal(expand_dims(known, -1), classes), dtypes.int64)
+
+
+@composite
+def _one_hot_of_known(x: Tensor, count: int) -> Tensor:
+    assume_known(x, count)
+    return _one_hot(x, count)
 
 
 def _read(name: str, x: Tensor, instead: str) -> Any:
@@ -264,6 +276,7 @@ def bincount(x: Tensor, /, weights: Tensor | None = None, minlength: int = 0) ->
 
 
 @of_tensor
+@composite
 def diagonal(x: Tensor, /, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
     """The diagonals of the matrices in two axes, as the last axis.
 
@@ -323,6 +336,7 @@ def diag_embed(x: Tensor, /, offset: int = 0, dim1: int = -2, dim2: int = -1) ->
 
 
 @of_tensor
+@composite
 def trace(x: Tensor, /) -> Tensor:
     """The sum of the diagonal of a matrix.
 

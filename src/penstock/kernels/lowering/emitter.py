@@ -13,9 +13,9 @@ from penstock.graph.contraction import GATHER
 from penstock.graph.creating import POSITIONS, SEQUENCE
 from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.elementwise import CAST, FULL
-from penstock.graph.node import Kind, Node, Primitive
+from penstock.graph.node import Kind, Node, Primitive, Shape
 from penstock.graph.random import RANDOM_BITS
-from penstock.graph.shaping import CONCAT, PAD, SLICE_AT
+from penstock.graph.shaping import CONCAT, PAD, PAD_AT, SLICE_AT
 from penstock.kernels import ir
 from penstock.kernels.dialects.c_expressions import expression
 from penstock.kernels.dialects.patterns import COMBINE
@@ -476,14 +476,25 @@ class Emitter:
         return self.value(source, (row, *coords[index.ndim :]))
 
     def _slice_at(self, node: Node, coords: Coords) -> Value:
-        (source, *starts), slices = node.inputs, node.attributes["slices"]
+        source, slices = node.inputs[0], node.attributes["slices"]
         moved = [at * n + Index((), start) for at, (start, _, n) in zip(coords, slices, strict=True)]
-        for given, axis in zip(starts, node.attributes["axes"], strict=True):
-            _, count, step = slices[axis]
-            start, reach = self.value(given, ()), (count - 1) * step
-            first = self.integer(start.var, start.depth, source.shape[axis] - abs(reach))
-            moved[axis] += first + Index((), max(-reach, 0))
+        for axis, start in self._starts(node, source.shape):
+            moved[axis] += start
         return self.value(source, tuple(moved))
+
+    def _pad_at(self, node: Node, coords: Coords) -> Value:
+        moved = list(coords)
+        for axis, start in self._starts(node, node.shape):
+            moved[axis] += start * -1
+        return self._pad(node, tuple(moved))
+
+    def _starts(self, node: Node, shape: Shape) -> Iterator[tuple[int, Index]]:
+        """The starts that are arguments, with their axes, of slices of a shape."""
+        for given, axis in zip(node.inputs[1:], node.attributes["axes"], strict=True):
+            _, count, step = node.attributes["slices"][axis]
+            least, reach = self.value(given, ()), (count - 1) * step
+            first = self.integer(least.var, least.depth, shape[axis] - abs(reach))
+            yield axis, first + Index((), max(-reach, 0))
 
 
 # Primitives that are not elementwise: how an item of each is computed.
@@ -496,4 +507,5 @@ _LOWERINGS: dict[Primitive, Callable[[Emitter, Node, Coords], Value]] = {
     CONCAT: Emitter._concat,
     GATHER: Emitter._gather,
     SLICE_AT: Emitter._slice_at,
+    PAD_AT: Emitter._pad_at,
 }

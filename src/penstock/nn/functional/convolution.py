@@ -13,6 +13,7 @@ from penstock.graph.convolution import columns, convolution, convolution_transpo
 from penstock.graph.convolution_reference import Geometry
 from penstock.tensor import dtypes
 from penstock.tensor.arguments import integers
+from penstock.tensor.composite import composite
 from penstock.tensor.core import Tensor, record
 from penstock.tensor.manipulation import astype, reshape
 from penstock.tensor.operands import device_of
@@ -93,6 +94,7 @@ def _with_bias(name: str, result: Tensor, bias: Tensor | None, batched: bool) ->
     return result if batched else reshape(result, result.shape[1:])
 
 
+@composite
 def _conv(
     axes: int,
     x: Tensor,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from penstock.graph import cross_entropy as graph_losses
 from penstock.nn.functional.activations import log_softmax
 from penstock.nn.functional.common import wide
 from penstock.nn.functional.losses import reduced
 from penstock.tensor.arithmetic import where
 from penstock.tensor.autograd import lasting_vjp
+from penstock.tensor.composite import composite
 from penstock.tensor.core import Tensor, record
 from penstock.tensor.dtypes import float32, promote
-from penstock.tensor.indexing import in_range
+from penstock.tensor.indexing import assume_known, in_range, least_known
 from penstock.tensor.info import iinfo
 from penstock.tensor.manipulation import (
     astype,
@@ -48,6 +51,18 @@ def cross_entropy(
         logits, probabilities = _classes_last(x), _classes_last(target)
         return _of_probabilities(logits, probabilities, label_smoothing, weight, reduction)
     _check_classes("cross_entropy", x, target)
+    of_classes = _of_known_classes if _are_known(x, target) else _of_classes
+    return of_classes(x, target, weight, ignore_index, reduction, label_smoothing)
+
+
+def _of_classes(
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+) -> Tensor:
     logits = _classes_last(x)
     if weight is not None:
         logs = log_softmax(wide(logits))
@@ -61,6 +76,12 @@ def cross_entropy(
     if reduction == "mean":
         return sum_(losses) / _count(target, kept)
     return reduced(reshape(losses, shape), reduction)
+
+
+@composite
+def _of_known_classes(x: Tensor, target: Tensor, *settings: Any) -> Tensor:
+    assume_known(target, _classes(x))
+    return _of_classes(x, target, *settings)
 
 
 def nll_loss(
@@ -77,7 +98,20 @@ def nll_loss(
     2.0
     """
     _check_classes("nll_loss", x, target)
+    of_classes = _nll_of_known_classes if _are_known(x, target) else _nll_of_classes
+    return of_classes(x, target, weight, ignore_index, reduction)
+
+
+def _nll_of_classes(
+    x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str
+) -> Tensor:
     return _of_logs("nll_loss", _classes_last(x), target, ignore_index, 0.0, weight, reduction)
+
+
+@composite
+def _nll_of_known_classes(x: Tensor, target: Tensor, *settings: Any) -> Tensor:
+    assume_known(target, _classes(x))
+    return _nll_of_classes(x, target, *settings)
 
 
 def linear_cross_entropy(
@@ -163,6 +197,16 @@ def _unchanged(g: Tensor, *_: Tensor) -> list[Tensor]:
 
 def _classes_last(x: Tensor) -> Tensor:
     return x if x.ndim < 3 else moveaxis(x, 1, -1)
+
+
+def _classes(x: Tensor) -> int:
+    return x.shape[1 if x.ndim > 1 else 0]
+
+
+def _are_known(x: Tensor, target: Tensor) -> bool:
+    """Whether all targets are known to be classes."""
+    least = least_known(target, _classes(x))
+    return least is not None and least >= 0
 
 
 def _check_classes(name: str, x: Tensor, target: Tensor) -> None:

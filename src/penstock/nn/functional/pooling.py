@@ -15,6 +15,7 @@ from penstock.nn.functional.convolution import Sizes, for_axes, sizes_of
 from penstock.tensor.arithmetic import not_equal, where
 from penstock.tensor.autograd import lasting_vjp
 from penstock.tensor.broadcasting import broadcast
+from penstock.tensor.composite import composite
 from penstock.tensor.core import Tensor, from_numpy, record
 from penstock.tensor.creation import arange, zeros
 from penstock.tensor.dtypes import int32, int64
@@ -117,6 +118,7 @@ def _numbers(x: Tensor) -> Tensor:
     return broadcast(reshape(numbers, x.shape[2:]), x.shape)
 
 
+@composite
 def _max_pool(
     axes: int,
     x: Tensor,
@@ -153,6 +155,7 @@ def _along(axis: int, size: int, step: int, apart: int) -> _Windows:
     return lambda x: _windowed(x, axis, size, step, apart)
 
 
+@composite
 def _avg_pool(
     axes: int,
     x: Tensor,
@@ -201,6 +204,7 @@ def _adaptive_sizes(name: str, x: Tensor, output_size: Any) -> list[int]:
     raise ValueError(f"{name}: output_size is a single size or {axes}, and {output_size} was given")
 
 
+@composite
 def _adaptive_avg_pool(axes: int, x: Tensor, output_size: int | Sequence[int | None] | None) -> Tensor:
     """The means of `output_size` windows that cover each axis; None keeps the length of an axis.
 
