@@ -35,8 +35,13 @@ from penstock.kernels.cache import KernelCache
 from penstock.kernels.source import KernelSource, digest
 from penstock.runtime import Device
 
-# Two shapes whose rows end with a partial vector, and two whose rows do not.
-_SHAPES = (((101, 103), (211, 307)), ((104, 96), (168, 320)))
+# Two shapes of each kind: long rows and short ones that end with a partial vector, and the same without.
+_SHAPES = (
+    ((101, 203), (211, 307)),
+    ((112, 96), (176, 320)),
+    ((101, 103), (211, 107)),
+    ((104, 88), (168, 104)),
+)
 # A pair of lengths for each way to reduce a row: short and long rows, with and without a remainder after the
 # last 32 and the last 8 items.
 _ROWS = ((3, 5), (16, 40), (19, 45), (128, 256), (104, 208), (99, 165), (107, 213))
@@ -47,7 +52,7 @@ _SQUARES = (1, 2, 3, 4, 5, 7, 8, 12, 32, 40, 77, 300, 1031), (1, 3, 7, 19, 700, 
 # Rows and columns of sums: with and without a remainder after four rows, a block of sums, and a vector.
 _COLUMNS = (
     (2, 3, 8, 45, 100, 256, 300, 301, 512, 784, 1000, 1023, 1540, 2048),
-    (2, 7, 16, 31, 40, 64, 99, 100, 256, 515, 2048),
+    (2, 7, 16, 24, 31, 40, 64, 99, 100, 256, 300, 515, 2048),
 )
 _UNARY = (
     *("negative", "abs", "sign", "floor", "ceil", "round", "exp", "expm1", "log", "log1p", "sqrt"),

@@ -138,6 +138,8 @@ class TiledLoops(MapLoops):
 
     def _by_tasks(self) -> Lowered:
         emitter, kernel = self.emitter, self.emitter.kernel
+        for name in self._sides:
+            self.check_lanes(self._lengths[name])
         names, (high, wide) = self._outside()
         tiles = self.count(names) * high * wide
         kernel.body = self.chunk(tiles, self.tasks(tiles, self.count(self.joined(self._names))))
