@@ -119,8 +119,9 @@ _EXTREMES = """
 """
 # Vector functions that are faster than PoCL's, to 1 and 3 units in the last place. exp: x is n log(2) plus a
 # remainder; n comes from the low bits of a sum that rounds, and goes into the exponent; subnormal results are
-# flushed to 0. tanh: m / (m + 2), where m is exp(2 |x|) - 1 without cancellation; from 9.1 on it is 1. The
-# coefficients are Chebyshev fits.
+# flushed to 0. tanh: |x| is n log(2) / 2 plus a remainder r, whose tanh is r / q; with h, which is half of
+# 2^n - 1, that of the sum is (r + h (q + r)) / (q + h (q + r)). From 9.1 on it is 1. The coefficients are
+# Chebyshev fits.
 _FUNCTIONS = """
 static inline FLOATS exp_WIDTH(FLOATS x) {
     FLOATS c = x < -87.3365479f ? (FLOATS)(-87.3365479f) : x;
@@ -139,15 +140,13 @@ static inline FLOATS tanh_WIDTH(FLOATS x) {
     INTS sign = as_INTS(x) & (int)0x80000000;
     FLOATS a = as_FLOATS(as_INTS(x) ^ sign);
     a = a > 9.1f ? (FLOATS)(9.1f) : a;
-    FLOATS t = a * 2.88539008f + 12582912.0f;
-    FLOATS n = t - 12582912.0f;
-    FLOATS r = (a + a) - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
-    FLOATS p = 4.166644833e-2f + r * (8.364383390e-3f + r * 1.393545454e-3f);
-    p = r + r * r * (5.000000015e-1f + r * (1.666656960e-1f + r * p));
-    FLOATS power = as_FLOATS((as_INTS(t) << 23) + 0x3f800000);
-    FLOATS m = power * p + (power - 1.0f);
-    return as_FLOATS(as_INTS(m / (m + 2.0f)) | sign);
+    FLOATS t = a * 2.88539008f + 12583038.0f;  // its low bits are those of the exponent of 2^n / 2
+    FLOATS r = a - (t - 12583038.0f) * 0.34657359f;
+    FLOATS s = r * r;
+    FLOATS q = 1.0f + s * (3.333325088e-01f + s * -2.213409357e-02f);
+    FLOATS h = as_FLOATS(as_INTS(t) << 23) - 0.5f;
+    FLOATS v = q + r;
+    return as_FLOATS(as_INTS((r + h * v) / (q + h * v)) | sign);
 }
 """
 # PoCL's sin, cos and tan are wrong in all lanes of a vector if any lane is 2^23 or more, infinite or NaN.
