@@ -37,6 +37,7 @@ EXPRESSIONS: dict[str, Callable[[ps.Tensor], ps.Tensor]] = {
     "min of integers": lambda x: ps.min((x * 9).astype(ps.int32), axis=1),
     "argmax": lambda x: ps.argmax(x, axis=1),
     "argmin of bytes": lambda x: ps.argmin((x * 9).astype(ps.int8), axis=1),
+    "sort": ps.sort,
     "exp": ps.exp,
     "sin": lambda x: ps.sin(x * 1e7),
     "logarithm": lambda x: ps.log(ps.abs(x)),
