@@ -351,10 +351,11 @@ OPTIMIZED = {
     "test_random",
     "test_random_graphs",
     "test_same_bits",
+    "test_short_axes",
     "test_special_values",
     "test_templates",
-    "test_short_axes",
     "test_tiles",
+    "test_vector_width",
     "test_wide_sums",
 }
 

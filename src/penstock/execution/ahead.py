@@ -29,8 +29,13 @@ from penstock.kernels.cache import KernelCache
 from penstock.kernels.source import KernelSource, digest
 from penstock.runtime import Device
 
-# Two shapes whose rows end with a partial vector, and two whose rows do not.
-SHAPES = (((101, 103), (211, 307)), ((104, 96), (168, 320)))
+# Two shapes of each kind: long rows and short ones that end with a partial vector, and the same without.
+SHAPES = (
+    ((101, 203), (211, 307)),
+    ((112, 96), (176, 320)),
+    ((101, 103), (211, 107)),
+    ((104, 88), (168, 104)),
+)
 _QUIET_SECONDS = 1.0  # since somebody built a program, or gave a GPU work
 _PAUSE_SECONDS = 0.05
 _MOST_WAITING = 64  # kernels that were missing for expressions

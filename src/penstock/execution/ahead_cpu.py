@@ -38,7 +38,7 @@ _SQUARES = (1, 2, 3, 4, 5, 7, 8, 12, 32, 40, 77, 300, 1031), (1, 3, 7, 19, 700, 
 # Rows and columns of sums: with and without a remainder after four rows, a block of sums, and a vector.
 _COLUMNS = (
     (2, 3, 8, 45, 100, 256, 300, 301, 512, 784, 1000, 1023, 1540, 2048),
-    (2, 7, 16, 31, 40, 64, 99, 100, 256, 515, 2048),
+    (2, 7, 16, 24, 31, 40, 64, 99, 100, 256, 300, 515, 2048),
 )
 # The same of rows that are so long that they are added up in levels.
 _LONG = (
@@ -46,8 +46,11 @@ _LONG = (
     *((32768, 40960), (16672, 40032), (16648, 40040), (16643, 40035), (16651, 40043)),
 )
 _LONG_COUNTS = (5, 8)
-# Blocks, rows and columns whose rows end with a partial vector, and with whole ones.
-_CUBES = ((11, 101, 103), (19, 211, 307)), ((8, 104, 96), (24, 168, 320))
+# Blocks, rows and columns: long rows and short ones that end with a partial vector, or with a whole one.
+_CUBES = (
+    *(((11, 101, 203), (19, 211, 307)), ((11, 103, 77), (19, 209, 107))),
+    *(((8, 112, 160), (24, 176, 320)), ((8, 104, 88), (24, 168, 104))),
+)
 _SORTED = ((101, 103), (211, 307)), ((104, 96), (168, 320))
 _SUMS, _MATRICES = (ROWS, ROW_COUNTS, _LONG, _LONG_COUNTS, _COLUMNS), (PRODUCTS, _BATCHED, _DOTS, _SQUARES)
 LIST = _SUMS, _MATRICES, _CUBES, _SORTED, 1  # counts what else changed

@@ -12,7 +12,9 @@ from penstock.drivers.opencl import invokers, pocl, pocl_cpu
 
 MemoryKind = Literal["svm", "mapped", "device"]
 
-_LEAST_VECTOR_WIDTH = 4  # of a CPU
+# Of a CPU, in items of 4 bytes. PoCL reports 16 on CPUs whose registers hold 8.
+_LEAST_VECTOR_WIDTH = 4
+_MOST_VECTOR_WIDTH = 8  # without AVX-512
 _BUFFER_PARAMETERS = 12  # bytes that a buffer takes of a kernel's parameters: a pointer and an offset
 _OTHER_PARAMETERS = 128  # bytes for scalars
 
@@ -60,8 +62,7 @@ def opencl_capabilities(device: cl.Device, memory: MemoryKind | None = None) -> 
         compute_units=device.max_compute_units,
         max_group_size=device.max_work_group_size,
         local_bytes=device.local_mem_size,
-        # By the device's type: some CPUs report 1, because their compiler vectorizes.
-        vector_width=max(device.native_vector_width_float, _LEAST_VECTOR_WIDTH) if kind == "cpu" else 1,
+        vector_width=_vector_width(device) if kind == "cpu" else 1,
         float16="cl_khr_fp16" in extensions,
         float64="cl_khr_fp64" in extensions,
         max_buffers=_most_buffers(device),
@@ -69,6 +70,12 @@ def opencl_capabilities(device: cl.Device, memory: MemoryKind | None = None) -> 
         offloads=kind != "cpu" and (memory or best_memory_kind(device)) == "device",
         cache_bytes=device.global_mem_cache_size if kind == "cpu" else 0,
     )
+
+
+def _vector_width(device: cl.Device) -> int:
+    """The items of a vector register of a CPU. Some report 1, because their compiler vectorizes."""
+    width = max(device.native_vector_width_float, _LEAST_VECTOR_WIDTH)
+    return width if pocl_cpu.has_avx512() else min(width, _MOST_VECTOR_WIDTH)
 
 
 def _most_buffers(device: cl.Device) -> int:

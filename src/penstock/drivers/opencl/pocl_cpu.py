@@ -60,6 +60,14 @@ def level(flags: frozenset[str]) -> str:
     return reached
 
 
+def has_avx512() -> bool:
+    """Whether Linux says that the CPU has vector registers of 512 bits."""
+    try:
+        return "avx512f" in _flags()
+    except OSError:
+        return False
+
+
 def _flags() -> frozenset[str]:
     """The instructions that Linux says the CPU has."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()

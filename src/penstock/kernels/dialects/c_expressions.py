@@ -47,7 +47,7 @@ _FLOAT_VECTOR = {
     **_FLOAT,
     "maximum": "({0} != {0} ? {0} : larger_{width}({0}, {1}))",
     "minimum": "({0} != {0} ? {0} : smaller_{width}({0}, {1}))",
-    **{name: f"{name}_8({{0}})" for name in ("exp", "tanh", "sin", "cos", "tan")},
+    **{name: f"{name}_{{width}}({{0}})" for name in ("exp", "tanh", "sin", "cos", "tan")},
     "abs": "as_{T}(as_int{width}({0}) & 0x7fffffff)",
     "sign": "({0} > 0 ? ({T})(1) : {0} < 0 ? ({T})(-1) : {0} != {0} ? {0} : ({T})(0))",
     "isnan": "({0} != {0})",
@@ -62,7 +62,7 @@ Patterns = Mapping[str, str]
 # item is computed in a vector or in the remainder after it depends on the kernel.
 _EXACT = ("sqrt", "floor", "ceil", "trunc")
 CPU_SCALAR_PATTERNS: Patterns = {
-    name: _FLOAT_VECTOR[name].replace("{0}", "(float8)({0})").replace("{1}", "(float8)({1})") + ".s0"
+    name: _FLOAT_VECTOR[name].format("(float8)({0})", "(float8)({1})", width=8) + ".s0"
     for name in (*_UNARY.split(), "atan2", "hypot", "pow")
     if name not in _EXACT
 }

@@ -53,6 +53,11 @@ class VectorPrinter(CPrinter):
         array, type, index = statement.target.name, statement.type, self.addend(statement.first)
         return f"{array}[{index}]" if type.width == 1 else self._vector(array, type.dtype, type.width, index)
 
+    def accumulated(self, operation: str, type: ir.Type, sum_: str, more: str) -> str:
+        # Whether the first is a NaN is asked of the new value, so that no turn waits for the answer.
+        pair = (more, sum_) if operation in ("max", "min") else (sum_, more)
+        return self.combine(operation, type, *pair)
+
     def name(self, var: ir.Var, lane: int | None) -> str:
         return var.name if lane is None else f"{var.name}.s{lane:x}"
 

@@ -36,6 +36,8 @@ _HALVES = """
 #define FROM_BFLOAT16(u) BITS_FLOAT((uint)(u) << 16)
 #define TO_BFLOAT16_8(x) __builtin_convertvector(BFLOAT16_OF(x, as_uint8(x)), ushort8)
 #define FROM_BFLOAT16_8(u) as_float8(__builtin_convertvector(u, uint8) << 16)
+#define TO_BFLOAT16_16(x) __builtin_convertvector(BFLOAT16_OF(x, as_uint16(x)), ushort16)
+#define FROM_BFLOAT16_16(u) as_float16(__builtin_convertvector(u, uint16) << 16)
 static inline float round_half(float x) {
     ushort u;
     vstore_half(x, 0, (half *)&u);
@@ -58,8 +60,26 @@ static inline ushort8 to_halves_8(float8 x) {
     return u;
 }
 #endif
+#ifdef __AVX512F__
+static inline float16 from_halves_16(ushort16 u) {
+    return as_float16(__builtin_ia32_vcvtph2ps512_mask(as_short16(u), (float16)(0), -1, 4));
+}
+static inline ushort16 to_halves_16(float16 x) {
+    return as_ushort16(__builtin_ia32_vcvtps2ph512_mask(x, 0, (short16)(0), -1));
+}
+#else
+static inline float16 from_halves_16(ushort16 u) {
+    return (float16)(from_halves_8(u.lo), from_halves_8(u.hi));
+}
+static inline ushort16 to_halves_16(float16 x) {
+    return (ushort16)(to_halves_8(x.lo), to_halves_8(x.hi));
+}
+#endif
 static inline float8 round_half8(float8 x) {
     return from_halves_8(to_halves_8(x));
+}
+static inline float16 round_half16(float16 x) {
+    return from_halves_16(to_halves_16(x));
 }
 """
 # Vectors in memory with the alignment of their items. PoCL calls vload8 and convert_int8 as functions, which
@@ -74,7 +94,7 @@ def _loose(item: str, width: int, size: int) -> str:
 
 _VECTORS = "".join(_loose(item, 8, size) for item, size in _ITEM_BYTES.items())
 _VECTORS += f"#ifdef cl_khr_fp64\n{_loose('double', 8, 8)}#endif\n"
-_VECTORS_OF_16 = {f"loose_{item}16": _loose(item, 16, size) for item, size in _ITEM_BYTES.items() if size < 4}
+_VECTORS_OF_16 = {f"loose_{item}16": _loose(item, 16, size) for item, size in _ITEM_BYTES.items()}
 # Of `a != a ? a : a > b ? a : b`, LLVM makes two comparisons and a choice: that takes twice as long where
 # results are compared next. The instruction of x86 is `a > b ? a : b` for all values. LLVM leaves it alone.
 _EXTREMES = """
@@ -85,6 +105,13 @@ _EXTREMES = """
 #define larger_8(a, b) ((a) > (b) ? (a) : (b))
 #define smaller_8(a, b) ((a) < (b) ? (a) : (b))
 #endif
+#ifdef __AVX512F__
+#define larger_16(a, b) __builtin_ia32_maxps512(a, b, 4)
+#define smaller_16(a, b) __builtin_ia32_minps512(a, b, 4)
+#else
+#define larger_16(a, b) ((a) > (b) ? (a) : (b))
+#define smaller_16(a, b) ((a) < (b) ? (a) : (b))
+#endif
 #define larger_4(a, b) ((a) > (b) ? (a) : (b))
 #define smaller_4(a, b) ((a) < (b) ? (a) : (b))
 #define larger_2 larger_4
@@ -92,35 +119,34 @@ _EXTREMES = """
 """
 # Vector functions that are faster than PoCL's, to 1 and 3 units in the last place. exp: x is n log(2) plus a
 # remainder; n comes from the low bits of a sum that rounds, and goes into the exponent; subnormal results are
-# flushed to 0. tanh: m / (m + 2), where m is exp(2 |x|) - 1 without cancellation; from 9.1 on it is 1. The
-# coefficients are Chebyshev fits.
+# flushed to 0. tanh: |x| is n log(2) / 2 plus a remainder r, whose tanh is r / q; with h, which is half of
+# 2^n - 1, that of the sum is (r + h (q + r)) / (q + h (q + r)). From 9.1 on it is 1. The coefficients are
+# Chebyshev fits.
 _FUNCTIONS = """
-static inline float8 exp_8(float8 x) {
-    float8 c = x < -87.3365479f ? (float8)(-87.3365479f) : x;
-    c = c > 88.7228317f ? (float8)(88.7228317f) : c;
-    float8 t = c * 1.44269504f + 12582912.0f;
-    float8 n = t - 12582912.0f;
-    float8 r = c - n * 0.693359375f;
+static inline FLOATS exp_WIDTH(FLOATS x) {
+    FLOATS c = x < -87.3365479f ? (FLOATS)(-87.3365479f) : x;
+    c = c > 88.7228317f ? (FLOATS)(88.7228317f) : c;
+    FLOATS t = c * 1.44269504f + 12582912.0f;
+    FLOATS n = t - 12582912.0f;
+    FLOATS r = c - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
-    float8 p = 4.166644833e-2f + r * (8.364383390e-3f + r * 1.393545454e-3f);
+    FLOATS p = 4.166644833e-2f + r * (8.364383390e-3f + r * 1.393545454e-3f);
     p = 1.0f + (r + r * r * (5.000000015e-1f + r * (1.666656960e-1f + r * p)));
-    float8 y = as_float8(as_int8(p) + (as_int8(t) << 23));
-    y = x < -87.3365479f ? (float8)(0.0f) : y;
+    FLOATS y = as_FLOATS(as_INTS(p) + (as_INTS(t) << 23));
+    y = x < -87.3365479f ? (FLOATS)(0.0f) : y;
     return !(x <= 88.7228317f) ? x * INFINITY : y;  // infinity or NaN
 }
-static inline float8 tanh_8(float8 x) {
-    int8 sign = as_int8(x) & (int)0x80000000;
-    float8 a = as_float8(as_int8(x) ^ sign);
-    a = a > 9.1f ? (float8)(9.1f) : a;
-    float8 t = a * 2.88539008f + 12582912.0f;
-    float8 n = t - 12582912.0f;
-    float8 r = (a + a) - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
-    float8 p = 4.166644833e-2f + r * (8.364383390e-3f + r * 1.393545454e-3f);
-    p = r + r * r * (5.000000015e-1f + r * (1.666656960e-1f + r * p));
-    float8 power = as_float8((as_int8(t) << 23) + 0x3f800000);
-    float8 m = power * p + (power - 1.0f);
-    return as_float8(as_int8(m / (m + 2.0f)) | sign);
+static inline FLOATS tanh_WIDTH(FLOATS x) {
+    INTS sign = as_INTS(x) & (int)0x80000000;
+    FLOATS a = as_FLOATS(as_INTS(x) ^ sign);
+    a = a > 9.1f ? (FLOATS)(9.1f) : a;
+    FLOATS t = a * 2.88539008f + 12583038.0f;  // its low bits are those of the exponent of 2^n / 2
+    FLOATS r = a - (t - 12583038.0f) * 0.34657359f;
+    FLOATS s = r * r;
+    FLOATS q = 1.0f + s * (3.333325088e-01f + s * -2.213409357e-02f);
+    FLOATS h = as_FLOATS(as_INTS(t) << 23) - 0.5f;
+    FLOATS v = q + r;
+    return as_FLOATS(as_INTS((r + h * v) / (q + h * v)) | sign);
 }
 """
 # PoCL's sin, cos and tan are wrong in all lanes of a vector if any lane is 2^23 or more, infinite or NaN.
@@ -132,7 +158,18 @@ _ANGLES = """
 static inline float8 sin_8(float8 x) { return HAS_LARGE(x) ? EACH_BY_ITSELF(sin, x) : sin(x); }
 static inline float8 cos_8(float8 x) { return HAS_LARGE(x) ? EACH_BY_ITSELF(cos, x) : cos(x); }
 static inline float8 tan_8(float8 x) { return HAS_LARGE(x) ? EACH_BY_ITSELF(tan, x) : tan(x); }
+static inline float16 sin_16(float16 x) { return (float16)(sin_8(x.lo), sin_8(x.hi)); }
+static inline float16 cos_16(float16 x) { return (float16)(cos_8(x.lo), cos_8(x.hi)); }
+static inline float16 tan_16(float16 x) { return (float16)(tan_8(x.lo), tan_8(x.hi)); }
 """
+
+
+def _in_vectors_of(width: int) -> dict[str, str]:
+    """The text of functions for a width, by the calls that need it."""
+    text = _FUNCTIONS.replace("FLOATS", f"float{width}").replace("INTS", f"int{width}")
+    return dict.fromkeys((f"exp_{width}(", f"tanh_{width}("), text.replace("WIDTH", str(width)))
+
+
 # Without an extension, OpenCL has only pointers to float16; PoCL loses what is written after barriers through
 # those to private memory. So the conversion works on bits.
 _THREADS = """
@@ -210,9 +247,10 @@ class OpenCL(CDialect):
     raw_opening = "__kernel void"
     prelude = _PRELUDE
     optional_preludes: Mapping[str, str] = {
-        **dict.fromkeys(("exp_8(", "tanh_8("), _FUNCTIONS),
+        **_in_vectors_of(8),
+        **_in_vectors_of(16),
         **dict.fromkeys(("larger_", "smaller_"), _EXTREMES),
-        **dict.fromkeys(("sin_8(", "cos_8(", "tan_8("), _ANGLES),
+        **{f"{name}_{width}(": _ANGLES for name in ("sin", "cos", "tan") for width in (8, 16)},
         "loose_": _VECTORS,
         **_VECTORS_OF_16,
         **dict.fromkeys(("BFLOAT16", "round_half", "_halves_"), _HALVES),

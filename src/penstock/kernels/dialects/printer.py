@@ -111,6 +111,10 @@ class Printer(ABC):
         """The target of an accumulation."""
         return self.name(statement.target, lane)
 
+    def accumulated(self, operation: str, type: ir.Type, sum_: str, more: str) -> str:
+        """An accumulator combined with one more value."""
+        return self.combine(operation, type, sum_, more)
+
     def multiply_add(self, total: str, left: str, right: str) -> str:
         """A statement that adds a product to a variable."""
         return f"{total} += {left} * {right};"
@@ -126,7 +130,7 @@ class Printer(ABC):
                 )
             case ir.Accumulate():
                 sum_, more = self.accumulator(statement, lane), self.expr(statement.value, lane)
-                return f"{sum_} = {self.combine(statement.operation, statement.type, sum_, more)};"
+                return f"{sum_} = {self.accumulated(statement.operation, statement.type, sum_, more)};"
 
     def _conditional(self, statement: ir.While | ir.If) -> list[str]:
         """A branch or a `while` loop."""

@@ -12,7 +12,8 @@ from dataclasses import replace
 from penstock.graph.reducing import BLOCK
 from penstock.kernels import ir
 
-LANES = 8  # of a CPU's vectors; also the partial results that a reduction ends with, vectorised or not
+# The partial results that a reduction ends with, vectorised or not; also the least lanes of a CPU's vectors.
+LANES = 8
 
 # Returns the statements that start the accumulators of this level, and those that add them to the next level.
 NextLevel = Callable[[], tuple[list[ir.Statement], list[ir.Statement]]]
@@ -62,7 +63,7 @@ class Sums:
 
     def __init__(self, new_name: Callable[[str], str]) -> None:
         self._new_name = new_name
-        self._kinds: dict[str, tuple[ir.Type, str]] = {}  # of each accumulator: type, and reduction
+        self._kinds: dict[str, tuple[ir.Type, str]] = {}  # of each accumulator's first level, and reduction
         self._names: dict[str, str] = {}  # of each accumulator: the name of its last level
         self._lengths: dict[str, int] = {}  # of each level that is an array
 
@@ -80,6 +81,7 @@ class Sums:
         """The statements that start a level of an accumulator, by default the last."""
         level = level or self._names[name]
         (kind, operation), length = self._kinds[name], self._lengths.get(level, 0)
+        kind = kind if level == name else folded_type(kind)
         if not length:
             return [ir.Declare(level, ir.Identity(kind, operation))]
         turns = length // kind.width
@@ -104,6 +106,7 @@ class Sums:
         after: list[ir.Statement] = []
         for name in names:
             (kind, operation), part = self._kinds[name], self._names[name]
+            kind = folded_type(kind)
             total = self._names[name] = self._new_name("total")
             before += self.start(name, part)
             if part not in self._lengths or kind.width == LANES:
@@ -118,9 +121,10 @@ class Sums:
 
     def folded(self, name: str, lane: ir.Expr, level: str = "") -> tuple[list[ir.Statement], ir.Expr]:
         """What computes a lane of a level, by default the last, and its value; for vectors, lane 0."""
-        (kind, operation), level = self._kinds[name], level or self._names[name]
+        (whole, operation), level = self._kinds[name], level or self._names[name]
+        kind = folded_type(whole)
         if level not in self._lengths:
-            return [], ir.Var(level, kind)
+            return [], _in_lanes(ir.Var(level, whole if level == name else kind), operation)
         statements: list[ir.Statement] = []
 
         def named(value: ir.Expr) -> ir.Expr:
@@ -134,3 +138,17 @@ class Sums:
             pairs = zip(parts[::2], parts[1::2], strict=True)
             parts = [named(ir.Combine(kind, operation, left, right)) for left, right in pairs]
         return statements, parts[0]
+
+
+def folded_type(kind: ir.Type) -> ir.Type:
+    """The type of the partial results that stay apart after the first level."""
+    return ir.Type(kind.dtype, min(kind.width, LANES))
+
+
+def _in_lanes(value: ir.Var, operation: str) -> ir.Expr:
+    """A vector's items in at most `LANES` lanes, where the order does not matter."""
+    kind = folded_type(value.type)
+    if value.type == kind:
+        return value
+    low, high = (ir.Shuffle(kind, value, value, tuple(range(at, at + LANES))) for at in (0, LANES))
+    return ir.Combine(kind, operation, low, high)

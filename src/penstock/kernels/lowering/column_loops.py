@@ -129,6 +129,7 @@ class ColumnLoops(LoopNest):
         emitter, kernel = self.emitter, self.emitter.kernel
         *outer, self._last = kept
         rows, length = self.count(outer), self.count([self._last])
+        self.check_lanes(length)
         self._width = min(_BLOCK, -(-length // (16 * max(1, self.units * 2 // rows))) * 16)
         blocks = -(-length // self._width)
         self._new_arrays()

@@ -9,14 +9,16 @@ from penstock.fusion.kinds import GroupKind
 from penstock.graph.contraction import GATHER
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.dialects.c_expressions import has_vectors
+from penstock.kernels.lowering.blocks import LANES
 from penstock.kernels.lowering.column_loops import ColumnLoops
 from penstock.kernels.lowering.loop_nest import LoopNest, Lowered
 from penstock.kernels.lowering.map_loops import MapLoops
 from penstock.kernels.lowering.row_loops import RowLoops
 from penstock.kernels.lowering.tiled_loops import TiledLoops
 from penstock.kernels.lowering.values import BorderCrossed, LanesImpossible, computed_dtype
+from penstock.kernels.source import item_size
 
-_LANES = 8  # PoCL reports 16 on CPUs with registers for 8, and its functions on 16 crash its compiler
+_ITEM = 4  # bytes of an item, of which a CPU's vector register holds `vector_width`
 _ACCESS = 16  # bytes that a thread of a GPU reads or writes at once
 _WORD = 4  # the same in WGSL
 _MOST_BORDERS = 8  # that divide the loop of a CPU's kernel: its code is written out between each two
@@ -36,7 +38,7 @@ def lower(group: Group, capabilities: Capabilities, shared: bool = False) -> Low
     order: tuple[int, ...] = next(
         (node.attributes["order"] for node in group.nodes if "order" in node.attributes), ()
     )
-    wanted = lanes = _thread_lanes(group, capabilities) if gpu else _vector_lanes(group)
+    wanted = lanes = _thread_lanes(group, capabilities) if gpu else _vector_lanes(group, capabilities)
     if shared:
         wanted = lanes = order[1] if len(order) > 1 else 1
     word_access = dialect_of(capabilities).word_access
@@ -66,20 +68,28 @@ def lower(group: Group, capabilities: Capabilities, shared: bool = False) -> Low
             known = len(borders)
             borders.update((crossed.name, border) for border in crossed.borders)
             if gpu or not group.kind.is_map or not known < len(borders) <= _MOST_BORDERS:
-                lanes = lanes // 2 if gpu else 1
+                lanes = _fewer(lanes, gpu)
                 borders.clear()
         except SplitNeeded as needed:
             splits.append((needed.name, needed.inner))
             trial = None
         except LanesImpossible:
-            lanes = lanes // 2 if gpu else 1
+            lanes = _fewer(lanes, gpu)
             borders.clear()  # which single items cannot cross
 
 
-def _vector_lanes(group: Group) -> int:
-    """The width of a CPU's vectors."""
-    vectors = all(has_vectors(computed_dtype(node)) for node in (*group.nodes, *group.inputs))
-    return _LANES if vectors else 1
+def _vector_lanes(group: Group, capabilities: Capabilities) -> int:
+    """The width of a CPU's vectors: twice `LANES` where a register holds as many items of each dtype."""
+    dtypes = {computed_dtype(node) for node in (*group.nodes, *group.inputs)}
+    if not all(map(has_vectors, dtypes)):
+        return 1
+    widest = max(map(item_size, dtypes))
+    return 2 * LANES if capabilities.vector_width * _ITEM >= 2 * LANES * widest else LANES
+
+
+def _fewer(lanes: int, gpu: bool) -> int:
+    """The next smaller width to try."""
+    return lanes // 2 if gpu or lanes > LANES else 1
 
 
 def _thread_lanes(group: Group, capabilities: Capabilities) -> int:

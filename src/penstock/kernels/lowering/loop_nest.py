@@ -13,6 +13,7 @@ from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.elementwise import CAST
 from penstock.graph.node import Shape
 from penstock.kernels import ir
+from penstock.kernels.lowering.blocks import LANES
 from penstock.kernels.lowering.emitter import Emitter
 from penstock.kernels.lowering.values import LanesImpossible, Merge, Value, merged
 
@@ -22,6 +23,7 @@ _MIN_TASK = 4096  # items; less is not worth a thread of its own
 _KEPT_BYTES = 1 << 15  # of a row, which should stay in a CPU's first-level cache
 _UNROLLED = 4  # vectors of a map with few operations: more of its loads are under way at once
 _MOST_UNROLLED = 8  # statements of the loop's body
+_MANY_ITEMS = 128  # of an axis: those after its last vector, one by one, take little of the time
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,17 @@ class LoopNest:
     def tasks(self, count: int, items: int) -> int:
         """How many tasks share `count` equal parts with `items` items in total."""
         return max(1, min(count, self.units * _TASKS, items // _MIN_TASK))
+
+    def fitting_lanes(self, length: int) -> int:
+        """The widest vectors worth it along an axis: an item after the last may take as long as one."""
+        if self.lanes <= LANES or length % self.lanes == 0 or length >= _MANY_ITEMS:
+            return self.lanes
+        return LANES
+
+    def check_lanes(self, length: int) -> None:
+        """Refuse vectors that are too wide for an axis."""
+        if self.fitting_lanes(length) < self.lanes:
+            raise LanesImpossible
 
     def vector_loops(
         self, name: str, first: ir.Operand, last: ir.Operand, exact: bool, body: Callable[[], None]

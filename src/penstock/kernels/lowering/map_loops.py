@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from penstock.fusion.index import Index, flat, variable
 from penstock.kernels import ir
+from penstock.kernels.lowering.blocks import LANES
 from penstock.kernels.lowering.loop_nest import GROUP_THREADS, LoopNest, Lowered, unflattened
 from penstock.kernels.lowering.values import LanesImpossible, Value, merged
 
@@ -57,10 +58,11 @@ class MapLoops(LoopNest):
         if rows == 1:
             if self.borders:
                 raise LanesImpossible  # tasks divide the axis elsewhere
-            kernel.body = self.chunk(length, self.tasks(length, length), 8)
+            kernel.body = self.chunk(length, self.tasks(length, length), max(self.lanes, LANES))
             loops = self.vector_loops(last, begin, end, exact, self._body)
             kernel.body += [*emitter.bodies[0], *loops]
             return self.lowered()
+        self.check_lanes(length)
         kernel.body = self.chunk(rows, self.tasks(rows, rows * length))
         inside = self.unpack("row", outer, 0)
         loops = self._between_borders(last, length)
@@ -107,7 +109,9 @@ class MapLoops(LoopNest):
             moved = variable(part) + Index((), begin) + variable(last) * -1
             self._place = tuple(index + moved * index.factor(last) for index in whole[0])
             self._number = whole[1] + moved * whole[1].factor(last)
-            self.lanes = lanes if end - begin >= lanes else 1
+            self.lanes = lanes
+            wide = self.fitting_lanes(end - begin)
+            self.lanes = wide if end - begin >= wide else 1
             result += self.vector_loops(part, 0, end - begin, (end - begin) % self.lanes == 0, self._body)
         (self._place, self._number), self.lanes = whole, lanes
         return result

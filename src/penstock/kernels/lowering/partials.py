@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from penstock.graph.node import Node
 from penstock.kernels import ir
-from penstock.kernels.lowering.blocks import LANES, Sums
+from penstock.kernels.lowering.blocks import LANES, Sums, folded_type
 from penstock.kernels.lowering.emitter import Emitter
 from penstock.kernels.lowering.values import Value, computed_dtype
 
@@ -106,7 +106,7 @@ class Partials:
         # Even if it has no iteration, so that many lengths share few kernels.
         if start < vectors or (strip == _STRIP and length % strip):
             loop = _Loop("vectors") if lanes > 1 else _Loop("vectors", LANES, ir.Var(name) % LANES)
-            trips = (vectors - start) // LANES
+            lanes, trips = min(lanes, LANES), (vectors - start) // LANES
             result.append(ir.loop(name, start, vectors, inside(loop, lanes), step=lanes, trips=trips))
         if length % LANES:
             statements = inside(_Loop("items"), 1)
@@ -132,7 +132,7 @@ class Partials:
 
     def _over_lanes(self, parts: list[_Part], operation: str) -> str:
         """The result of parts that each have at least `LANES` partial results."""
-        emitter, kind, body = self._emitter, parts[0].kind, self._emitter.bodies[0]
+        emitter, kind, body = self._emitter, folded_type(parts[0].kind), self._emitter.bodies[0]
         result = emitter.name()
         lane: ir.Expr = ir.Const(0) if kind.width > 1 else ir.Var("lane")
         statements: list[ir.Statement] = []

@@ -11,11 +11,11 @@ from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.elementwise import CAST, PRIMITIVES
 from penstock.graph.node import Kind, Node, Primitive
 from penstock.kernels import ir
-from penstock.kernels.lowering.blocks import depends_on_order
+from penstock.kernels.lowering.blocks import LANES, depends_on_order
 from penstock.kernels.lowering.loop_nest import Lowered
 from penstock.kernels.lowering.partials import Partials
 from penstock.kernels.lowering.streaming import hinted, read_once
-from penstock.kernels.lowering.values import Value, computed_dtype
+from penstock.kernels.lowering.values import LanesImpossible, Value, computed_dtype
 from penstock.kernels.lowering.vectors_of_rows import READ_WORDS, VectorsOfRows
 from penstock.kernels.rewriting import divided
 from penstock.kernels.source import WORD, item_size
@@ -400,6 +400,7 @@ class RowLoops(VectorsOfRows):
         if reductions:
             parts = partials.loops(last, length, self.lanes, body)
         else:
+            self.check_lanes(length)
             parts = self.vector_loops(last, 0, length, length % self.lanes == 0, body)
         blocked = [sums.blocked(part) for part in parts]
         for name in reversed(around):
@@ -414,6 +415,8 @@ class RowLoops(VectorsOfRows):
         So they are added in the same order as any row of that length. Vectors are along the last variables.
         """
         columns, together = self.group.columns, self.together(self._inner)
+        if self.lanes > LANES:
+            raise LanesImpossible  # what remains after the last whole strip needs other steps between lanes
         self.emitter.variables.lengths["column"] = columns
         lanes = self.lanes if together else 1
         inside = self.unpack("column", self._inner, 1)

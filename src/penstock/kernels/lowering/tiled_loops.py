@@ -22,6 +22,7 @@ _RUN = 512
 # Both where results go past the caches. With rows of a power of two, few neighbours in each would all go to
 # the same channel of memory.
 _STREAMED_LINES, _STREAMED_RUN = 256, 2048
+_STREAMED_HEIGHT = 32  # two lines, because CPUs read pairs of lines from memory
 _STREAMED_ITEM = 4  # bytes at least: narrower vectors have no such store
 _SHARE_OF_CACHE = 2  # half: a kernel that touches more would leave little of its results there
 _SIDE = 32  # of the tile of a GPU
@@ -95,12 +96,13 @@ class TiledLoops(MapLoops):
         emitter = self.emitter
         itemsize = min(node.dtype.itemsize for node in self.group.outputs)
         run, line = (_STREAMED_RUN, _STREAMED_LINES) if self.streams else (_RUN, _LINES)
+        self._height = _STREAMED_HEIGHT if self.streams else _HEIGHT
         self._sides = {self._other: run, self._last: line // itemsize}
         pad = 0
         if self.gpu:
             self._sides = dict.fromkeys((self._other, self._last), self._side)
             pad = 1  # avoids bank conflicts along columns
-        width, height = self._sides[self._last] + pad, self._side if self.gpu else _HEIGHT
+        width, height = self._sides[self._last] + pad, self._side if self.gpu else self._height
         for name in self._sides:
             begin = f"{name}begin"
             emitter.depth_of[begin], emitter.variables.lengths[begin] = 0, self._lengths[name]
@@ -138,6 +140,8 @@ class TiledLoops(MapLoops):
 
     def _by_tasks(self) -> Lowered:
         emitter, kernel = self.emitter, self.emitter.kernel
+        for name in self._sides:
+            self.check_lanes(self._lengths[name])
         names, (high, wide) = self._outside()
         tiles = self.count(names) * high * wide
         kernel.body = self.chunk(tiles, self.tasks(tiles, self.count(self.joined(self._names))))
@@ -150,8 +154,8 @@ class TiledLoops(MapLoops):
         first, end = (ir.Var(f"{self._other}{word}") for word in ("begin", "end"))
         row = ir.loop(self._other, first, end, [*emitter.bodies[0], *rows])
         start, stop = (ir.Var(f"{self._other}{word}") for word in ("first", "stop"))
-        tile = [ir.Let(end.name, at_most(first, _HEIGHT, stop)), *copies, row]
-        run = ir.loop(first.name, start, stop, tile, step=_HEIGHT)
+        tile = [ir.Let(end.name, at_most(first, self._height, stop)), *copies, row]
+        run = ir.loop(first.name, start, stop, tile, step=self._height)
         kernel.body.append(ir.loop("number", ir.Var("begin"), ir.Var("end"), [*begin, run]))
         return self.lowered()
 

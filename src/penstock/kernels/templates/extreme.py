@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,7 @@ from penstock.kernels import ir
 from penstock.kernels.builder import KernelBuilder
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.dialects.dialect import UNROLLED
-from penstock.kernels.ir.expressions import BOOL, Const, Expr, Var
+from penstock.kernels.ir.expressions import Const, Expr, Var
 from penstock.kernels.source import KernelSource, item_size
 from penstock.kernels.templates.launches import (
     SHORT_ROW,
@@ -27,12 +28,11 @@ from penstock.kernels.templates.launches import (
 
 _WIDEST = 256  # columns of a CPU's task
 _FEW = 8  # columns; fewer are processed separately
-_VECTORS = 4  # of a row, compared independently, so that none waits for another
+_STEP = 32  # items of a row in vectors that are compared independently, so that none waits for another
 _EACH = 16  # items of a row per thread of a GPU: the barriers after them cost as much
 _PART = 1024  # items of a part of a row, or more
 _MOST_PARTS = 512  # of a row
 _GROUPS = 2  # workgroups for each compute unit of a GPU; rows are divided where there are fewer
-_SEGMENT = 512  # items of a row that are searched a second time if they hold the extreme
 
 
 @dataclass(frozen=True)
@@ -61,24 +61,21 @@ class _Extreme:
         k.assign(best_index, k.select(wins, index, best_index))
 
     @property
-    def width(self) -> int:
-        """Of a CPU's vectors."""
-        return 8 if np.dtype(self.dtype).itemsize >= 4 else 16
-
-    @property
-    def step(self) -> int:
-        """Items of a row that a CPU compares at a time."""
-        return self.width * _VECTORS
-
-    @property
     def floats(self) -> bool:
         """Whether there may be NaNs."""
-        return self.dtype.startswith("float")
+        return "float" in self.dtype
 
     @property
     def reduction(self) -> str:
         """The reduction that gives the extreme value."""
         return "max" if self.largest else "min"
+
+    @property
+    def compared(self) -> str:
+        """The dtype of a CPU's vectors, which have at least as many bytes as flags and indices."""
+        if item_size(self.dtype) >= 4:
+            return self.dtype
+        return "float32" if self.floats else "int32"
 
     def better(self, k: KernelBuilder, value: Expr, best: Expr) -> Expr:
         """The extreme of two vectors by lane; NaNs in `value` are ignored, in one instruction of a CPU."""
@@ -93,7 +90,7 @@ def extreme(node: Node, capabilities: Capabilities) -> Lowering | None:
     shape = along(x.shape, node.attributes["axis"])
     kind = _Extreme(node.primitive.name == "argmax", dtype, *shape)
     if is_cpu(capabilities):
-        rows, few = kind.inner == 1 and kind.length >= kind.step, kind.inner < _FEW
+        rows, few = kind.inner == 1 and kind.length >= _STEP, kind.inner < _FEW
         build = _rows_on_cpu if rows else _separately if few else _columns_on_cpu
     elif kind.inner == 1 and kind.length > SHORT_ROW:
         if (parts := _row_parts(kind, capabilities)) > 1:
@@ -200,23 +197,30 @@ def _separately(kind: _Extreme, capabilities: Capabilities) -> KernelSource:
 
 
 def _rows_on_cpu(kind: _Extreme, capabilities: Capabilities) -> KernelSource:
-    """A task for each row. The extremes of segments are computed in vectors; the best is searched for."""
+    """A task for each row. Every lane of some vectors has its extreme and the step where it was first."""
     tasks, k = Tasks(kind.outer, capabilities), kind.builder("extreme_of_rows", capabilities)
-    x, length = k.inputs[0], kind.length
-    whole = length // kind.step * kind.step
+    x, length, width = k.inputs[0], kind.length, _width(kind, capabilities)
+    whole, vectors = length // _STEP * _STEP, range(_STEP // width)
     with tasks.each(k) as task:
         begin = k.let("begin", task * length)
-        best = k.variable("best", k.load(x, begin))
-        best_index = k.variable("best_index", 0)  # at first that of the segment's first item
-        with k.loop("start", 0, whole, _SEGMENT) as start:
-            stop = k.let("stop", k.call("minimum", start + _SEGMENT, whole))
-            candidate = _segment(kind, k, begin + start, begin + stop, best)
-            with k.when(kind.wins(k, candidate, best)):
-                k.assign(best, candidate)
-                k.assign(best_index, start)
-        _search(kind, k, begin, best, best_index)
+        extremes = [k.variable(f"extreme{at}", _vector(kind, k, begin + at * width, width)) for at in vectors]
+        steps = [k.variable(f"step{at}", k.broadcast(Const(0), width)) for at in vectors]
+        nans = [k.variable("nans", _any_nan(k, extremes))] if kind.floats else []
+        with k.loop("i", _STEP, whole, _STEP) as i:
+            here = k.let("here", k.broadcast(i, width))
+            values = [k.let(f"value{at}", _vector(kind, k, begin + i + at * width, width)) for at in vectors]
+            for at, value in enumerate(values):
+                wins = k.let(f"wins{at}", k.call("greater" if kind.largest else "less", value, extremes[at]))
+                k.assign(extremes[at], k.select(wins, value, extremes[at]))
+                k.assign(steps[at], k.select(wins, here, steps[at]))
+            for has_nan in nans:
+                k.assign(has_nan, k.call("logical_or", has_nan, _any_nan(k, values)))
+        best, best_index = _first(kind, k, extremes, steps)
+        for has_nan in nans:
+            with k.when(k.block_reduce("any_nan", "any", has_nan, 1, 1)):
+                _find_nan(k, begin, best, best_index)
         with k.loop("i", whole, length) as i:
-            value = k.let("value", k.load(x, begin + i))
+            value = k.let("value", k.load(x, begin + i).cast(kind.compared))
             with k.when(kind.wins(k, value, best)):
                 k.assign(best, value)
                 k.assign(best_index, i)
@@ -224,56 +228,47 @@ def _rows_on_cpu(kind: _Extreme, capabilities: Capabilities) -> KernelSource:
     return k.source(tasks.grid, tasks.group)
 
 
-def _segment(kind: _Extreme, k: KernelBuilder, start: Expr, stop: Expr, best: Expr) -> Var:
-    """The extreme of the best value so far and a segment: a NaN if the segment has a NaN."""
-    width, lanes = kind.width, range(_VECTORS)
-    extremes = [k.variable(f"extreme{lane}", k.broadcast(best, width)) for lane in lanes]
-    nans = [k.variable("nans", k.broadcast(Const(False, BOOL), width))] if kind.floats else []
-    with k.loop("i", start, stop, kind.step) as i:
-        vectors = [
-            k.let(f"vector{lane}", k.load_vector(k.inputs[0], i + lane * width, width)) for lane in lanes
-        ]
-        for extreme, vector in zip(extremes, vectors, strict=True):
-            k.assign(extreme, kind.better(k, vector, extreme))
-        for has_nan in nans:
-            # Joined first, because one comparison tells whether either of its sides is a NaN.
-            any_nan = _joined(k, [k.call("not_equal", vector, vector) for vector in vectors])
-            k.assign(has_nan, k.call("logical_or", has_nan, any_nan))
+def _width(kind: _Extreme, capabilities: Capabilities) -> int:
+    """Of a CPU's vectors."""
+    wide = capabilities.vector_width >= 16 and item_size(kind.compared) <= 4
+    return 16 if wide else 8
+
+
+def _vector(kind: _Extreme, k: KernelBuilder, index: Expr, width: int) -> Expr:
+    """Neighbouring items, in the dtype in which they are compared."""
+    items = k.load_vector(k.inputs[0], index, width)
+    return items if items.type.dtype == kind.compared else k.call("cast", items, dtype=kind.compared)
+
+
+def _first(kind: _Extreme, k: KernelBuilder, extremes: list[Var], steps: list[Var]) -> tuple[Var, Var]:
+    """The extreme of all lanes, and the index of the first item that has it."""
+    width, none = extremes[0].type.width, k.broadcast(Const(kind.length), extremes[0].type.width)
+    whole = k.variable("whole", extremes[0])
     for other in extremes[1:]:
-        k.assign(extremes[0], kind.better(k, other, extremes[0]))
-    result = k.block_reduce("candidate", kind.reduction, extremes[0], 1, 1)
-    for has_nan in nans:
-        with k.when(k.block_reduce("any_nan", "any", has_nan, 1, 1)):
-            k.assign(result, float("nan"))
-    return result
+        k.assign(whole, kind.better(k, other, whole))
+    best = k.variable("best", k.block_reduce("extreme", kind.reduction, whole, 1, 1))
+    first = k.variable("first", none)
+    for at, (value, step) in enumerate(zip(extremes, steps, strict=True)):
+        lanes = ir.Broadcast(step.type, Const(at * width), 1)
+        has_best = k.let(f"has_best{at}", k.call("equal", value, k.broadcast(best, width)))
+        index = k.let(f"index{at}", k.call("add", step, lanes))
+        k.accumulate(first, "min", k.let(f"place{at}", k.select(has_best, index, none)))
+    return best, k.variable("best_index", k.block_reduce("first_index", "min", first, 1, 1))
 
 
-def _search(kind: _Extreme, k: KernelBuilder, begin: Expr, best: Expr, best_index: Var) -> None:
-    """Increase an index to that of the first item that equals the best: by steps, then by single items."""
-    x, width, step = k.inputs[0], kind.width, kind.step
-
-    def is_best(value: Expr, best: Expr) -> Expr:
-        equal = k.call("equal", value, best)
-        if not kind.floats:
-            return equal
-        # If the best is a NaN, every NaN counts as equal; if it is not, there are no NaNs.
-        return k.call("logical_or", equal, k.call("not_equal", value, value))
-
-    k.assign(best_index, best_index - step)
-    found = k.variable("found", Const(False, BOOL))
-    with k.repeat(~found):
-        k.assign(best_index, best_index + step)
-        vectors = [
-            k.let(f"vector{lane}", k.load_vector(x, begin + best_index + lane * width, width))
-            for lane in range(_VECTORS)
-        ]
-        flags = [is_best(vector, k.broadcast(best, width)) for vector in vectors]
-        any_lane = k.let("any_lane", _joined(k, flags))
-        k.assign(found, k.block_reduce("any_best", "any", any_lane, 1, 1))
-    item = k.variable("item", k.load(x, begin + best_index))
-    with k.repeat(~is_best(item, best)):
+def _find_nan(k: KernelBuilder, begin: Expr, best: Var, best_index: Var) -> None:
+    """The first NaN of a row that has one."""
+    k.assign(best_index, 0)
+    k.assign(best, k.load(k.inputs[0], begin))
+    with k.repeat(k.call("equal", best, best)):
         k.assign(best_index, best_index + 1)
-        k.assign(item, k.load(x, begin + best_index))
+        k.assign(best, k.load(k.inputs[0], begin + best_index))
+
+
+def _any_nan(k: KernelBuilder, vectors: Sequence[Expr]) -> Expr:
+    """Whether any of some vectors has a NaN, by lane."""
+    # Joined first, because one comparison tells whether either of its sides is a NaN.
+    return _joined(k, [k.call("not_equal", vector, vector) for vector in vectors])
 
 
 def _joined(k: KernelBuilder, flags: list[Expr]) -> Expr:

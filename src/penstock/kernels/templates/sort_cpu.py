@@ -1,11 +1,11 @@
-"""Sorting on a CPU: a radix sort of row after row, and a bitonic network of eight rows at a time.
+"""Sorting on a CPU: a radix sort of row after row, and a bitonic network of 8 or 16 rows at a time.
 
 In the radix sort a pair is an integer of 64 bits, with the index in the upper half and the key in the lower
 half. A key of 64 bits is followed by the index.
 
-In the network a vector has an item of each of eight rows, so two instructions order eight pairs. It sorts the
-items without their indices. Nothing tells equal items apart, except for NaNs and zeros of both signs; so rows
-that have a NaN or a -0 are sorted by radix.
+In the network a vector has an item of each of these rows, so two instructions order as many pairs. It sorts
+the items without their indices. Nothing tells equal items apart, except for NaNs and zeros of both signs;
+so rows that have a NaN or a -0 are sorted by radix.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from penstock.kernels.templates.sort_rows import SortedRows
 from penstock.kernels.transposing import transposed
 
 _DIGITS = 256  # values of a digit, which is a byte
-_ROWS = 8  # that a network sorts at a time: the width of vectors
+_ROWS = 8  # that a network sorts at a time, at least: the width of vectors
 _BITS = 4  # of the number of an item among those that are in registers
-_LONGEST = 1 << 13  # row, padded to a power of two, that a network sorts: eight fit into a second-level cache
+_LONGEST = 1 << 13  # row, padded to a power of two, that a network sorts: 16 fit into a second-level cache
 _LEAST, _MOST = -(1 << 31), (1 << 31) - 1
 
 
@@ -34,11 +34,12 @@ def sort_on_cpu(rows: SortedRows, capabilities: Capabilities) -> Lowering:
     if not wide or rows.length > _LONGEST:
         slots = min(rows.count, CPU_SHARES * capabilities.compute_units)
         return Lowering((Launch(_by_radix(rows, slots, capabilities), (0, 2, 1)),), (slots * pairs,))
-    groups = -(-rows.count // _ROWS)
+    width = 2 * _ROWS if min(rows.count, capabilities.vector_width) >= 2 * _ROWS else _ROWS
+    groups = -(-rows.count // width)
     slots = min(groups, CPU_SHARES * capabilities.compute_units)
     bits = max(_BITS + 1, (rows.length - 1).bit_length())
-    items = slots * (_ROWS << bits) * 4
-    launch = Launch(_by_network(rows, bits, slots, capabilities), (0, 2, 3, 1))
+    items = slots * (width << bits) * 4
+    launch = Launch(_by_network(rows, bits, slots, width, capabilities), (0, 2, 3, 1))
     return Lowering((launch,), (slots * pairs, items))
 
 
@@ -125,67 +126,71 @@ def _pass(
         k.assign(source, target)
 
 
-def _by_network(rows: SortedRows, bits: int, slots: int, capabilities: Capabilities) -> KernelSource:
-    """Eight rows at a time, padded at their ends to 2^`bits` items."""
-    groups = -(-rows.count // _ROWS)
+def _by_network(
+    rows: SortedRows, bits: int, slots: int, width: int, capabilities: Capabilities
+) -> KernelSource:
+    """`width` rows at a time, padded at their ends to 2^`bits` items."""
+    groups = -(-rows.count // width)
     each, n = -(-groups // slots), rows.length
     k = KernelBuilder("sort_rows", capabilities, ["int32", "uint64", "int32"], ["int32"])
     pairs = _pairs(k, rows)
-    items = k.pointer("items", k.outputs[2], k.group().cast("int64") * (_ROWS << bits))
+    items = k.pointer("items", k.outputs[2], k.group().cast("int64") * (width << bits))
     begin = k.let("begin", k.group() * each)
     end = k.let("end", k.call("minimum", begin + each, groups))
     with k.loop("group", begin, end) as group:
         # The last row takes the place of those beyond it.
         own = [
-            k.let(f"row{lane}", k.call("minimum", group * _ROWS + lane, rows.count - 1))
-            for lane in range(_ROWS)
+            k.let(f"row{lane}", k.call("minimum", group * width + lane, rows.count - 1))
+            for lane in range(width)
         ]
         starts = [k.let(f"start{lane}", row * n) for lane, row in enumerate(own)]
         special = _load_rows(k, rows, starts, items)
         with k.loop("i", n, 1 << bits) as i:
-            k.store(items, i * _ROWS, k.broadcast(Const(_MOST), _ROWS))
+            k.store(items, i * width, k.broadcast(Const(_MOST), width))
         with k.when(special), k.loop("row", own[0], own[-1] + 1) as row:
             _radix_sort(k, rows, row, pairs)
         with k.otherwise():
-            _network(k, items, bits)
+            _network(k, items, bits, width)
             _store_rows(k, rows, starts, items)
     return k.source((-(-groups // each),), (1,))
 
 
 def _load_rows(k: KernelBuilder, rows: SortedRows, starts: Sequence[Expr], items: Memory) -> Expr:
-    """Copy the keys of eight rows to vectors across them; returns whether there is a -0 or a NaN."""
-    x, n, whole = k.inputs[0], rows.length, rows.length // _ROWS * _ROWS
-    special = k.variable("special", k.broadcast(Const(False, BOOL), _ROWS))
+    """Copy the keys of rows to vectors across them; returns whether there is a -0 or a NaN."""
+    width = len(starts)
+    x, n, whole = k.inputs[0], rows.length, rows.length // width * width
+    special = k.variable("special", k.broadcast(Const(False, BOOL), width))
 
     def note(bits: Expr) -> None:
         if rows.floats:
-            is_zero = k.call("equal", bits, k.broadcast(Const(_LEAST), _ROWS))
-            is_nan = k.call("greater", bits & _MOST, k.broadcast(Const(0x7F800000), _ROWS))
+            is_zero = k.call("equal", bits, k.broadcast(Const(_LEAST), width))
+            is_nan = k.call("greater", bits & _MOST, k.broadcast(Const(0x7F800000), width))
             k.assign(special, k.call("logical_or", special, k.call("logical_or", is_zero, is_nan)))
 
-    with k.loop("i", 0, whole, _ROWS) as i:
-        parts = [k.let(f"part{lane}", k.load_vector(x, at + i, _ROWS)) for lane, at in enumerate(starts)]
+    with k.loop("i", 0, whole, width) as i:
+        parts = [k.let(f"part{lane}", k.load_vector(x, at + i, width)) for lane, at in enumerate(starts)]
         for part in parts:
             note(part)
         keys = [k.let(f"key{lane}", _key(rows, part)) for lane, part in enumerate(parts)]
         for at, vector in enumerate(transposed(keys, lambda value: k.let(k.fresh("mixed"), value))):
-            k.store(items, (i + at) * _ROWS, vector)
+            k.store(items, (i + at) * width, vector)
     with k.loop("i", whole, n) as i:
         across = k.let("across", k.vector([k.load(x, at + i) for at in starts]))
         note(across)
-        k.store(items, i * _ROWS, _key(rows, across))
+        k.store(items, i * width, _key(rows, across))
     return k.block_reduce("any_special", "any", special, 1, 1)
 
 
 def _store_rows(k: KernelBuilder, rows: SortedRows, starts: Sequence[Expr], items: Memory) -> None:
-    """Copy vectors across eight rows back to rows."""
-    y, n, whole = k.outputs[0], rows.length, rows.length // _ROWS * _ROWS
-    with k.loop("i", 0, whole, _ROWS) as i:
-        vectors = [k.let(f"vector{at}", k.load_vector(items, (i + at) * _ROWS, _ROWS)) for at in range(_ROWS)]
+    """Copy vectors across rows back to these."""
+    width = len(starts)
+    y, n, whole = k.outputs[0], rows.length, rows.length // width * width
+    with k.loop("i", 0, whole, width) as i:
+        vectors = [k.let(f"vector{at}", k.load_vector(items, (i + at) * width, width)) for at in range(width)]
         for at, part in zip(starts, transposed(vectors, lambda v: k.let(k.fresh("mixed"), v)), strict=True):
             k.store(y, at + i, _bits(rows, part))
     with k.loop("i", whole, n) as i:
-        across = k.let("across", k.load_vector(items, i * _ROWS, _ROWS))
+        across = k.let("across", k.load_vector(items, i * width, width))
         bits = k.let("bits", _bits(rows, across))
         for lane, at in enumerate(starts):
             k.store(y, at + i, k.lane(bits, lane))
@@ -208,7 +213,7 @@ def _signed(rows: SortedRows, bits: Expr) -> Expr:
     return bits ^ -1 ^ _MOST if rows.unsigned else bits  # its sign bit is no literal in C
 
 
-def _network(k: KernelBuilder, items: Memory, bits: int) -> None:
+def _network(k: KernelBuilder, items: Memory, bits: int, width: int) -> None:
     """Sort vectors by lane, upwards.
 
     Merge k turns sorted blocks of 2^(k-1) items into blocks of 2^k: it compares each item of the first half
@@ -218,7 +223,7 @@ def _network(k: KernelBuilder, items: Memory, bits: int) -> None:
     size = 1 << bits
     with k.loop("i", 0, size, 1 << _BITS) as i:
         places: list[Expr] = [i + number for number in range(1 << _BITS)]
-        block = _Block(k, items, places)
+        block = _Block(k, items, places, width)
         for merge in range(1, _BITS + 1):
             block.mirror((1 << merge) - 1, 1 << merge - 1)
             block.merge(merge - 1)
@@ -228,13 +233,13 @@ def _network(k: KernelBuilder, items: Memory, bits: int) -> None:
     with k.repeat(length <= size):
         for own_bits in range(1, _BITS + 1):
             with k.when(taken.eq(own_bits)), k.loop("unit", 0, size >> own_bits) as unit:
-                _mirrored(k, items, unit, length, own_bits)
+                _mirrored(k, items, unit, length, own_bits, width)
         stride = k.variable("stride", Binary(">>", length, taken) // (1 << _BITS))
         with k.repeat(stride > 0):
             with k.loop("unit", 0, size >> _BITS) as unit:
                 low = k.let("low", unit & (stride - 1))
                 first = k.let("first", (unit - low) * (1 << _BITS) + low)
-                block = _Block(k, items, [first + stride * number for number in range(1 << _BITS)])
+                block = _Block(k, items, [first + stride * number for number in range(1 << _BITS)], width)
                 block.merge(_BITS)
                 block.store()
             k.assign(stride, stride // (1 << _BITS))
@@ -242,7 +247,7 @@ def _network(k: KernelBuilder, items: Memory, bits: int) -> None:
         k.assign(taken, taken % _BITS + 1)
 
 
-def _mirrored(k: KernelBuilder, items: Memory, unit: Expr, length: Expr, bits: int) -> None:
+def _mirrored(k: KernelBuilder, items: Memory, unit: Expr, length: Expr, bits: int, width: int) -> None:
     """The comparisons of a merge by mirror images, and then by the next bits, for 2^`bits` items."""
     stride = k.let("near", length // (1 << bits))
     low = k.let("low", unit & (stride - 1))
@@ -251,7 +256,7 @@ def _mirrored(k: KernelBuilder, items: Memory, unit: Expr, length: Expr, bits: i
     half = 1 << bits - 1
     places = [first + stride * number for number in range(half)]
     places += [last - stride * number for number in reversed(range(half))]
-    block = _Block(k, items, places)
+    block = _Block(k, items, places, width)
     block.mirror((1 << bits) - 1, half)
     block.merge(bits - 1)
     block.store()
@@ -260,11 +265,11 @@ def _mirrored(k: KernelBuilder, items: Memory, unit: Expr, length: Expr, bits: i
 class _Block:
     """Vectors that are in registers, in the order of their indices."""
 
-    def __init__(self, k: KernelBuilder, items: Memory, places: Sequence[Expr]) -> None:
+    def __init__(self, k: KernelBuilder, items: Memory, places: Sequence[Expr], width: int) -> None:
         self._k, self._items = k, items
-        self._places = [k.let(k.fresh("place"), place * _ROWS) for place in places]
+        self._places = [k.let(k.fresh("place"), place * width) for place in places]
         self._vectors: list[Expr] = [
-            k.let(k.fresh("vector"), k.load_vector(items, place, _ROWS)) for place in self._places
+            k.let(k.fresh("vector"), k.load_vector(items, place, width)) for place in self._places
         ]
 
     def mirror(self, mask: int, bit: int) -> None:
