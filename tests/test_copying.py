@@ -180,7 +180,7 @@ def test_a_larger_budget_gets_nothing_dearer_and_a_smaller_one_takes_no_more(
 )
 @settings(max_examples=examples(20, quick=4))
 def test_so_it_is_for_any_graph(seed: int, target: str, link: float | None) -> None:
-    """And the table of all budgets has less memory for more work in each row: what such budgets get."""
+    """And the table of all budgets has less memory for more work in each row, and such budgets will do."""
     _, wanted = grown(seed, 60, 0, plain)
     least = all_that_fit(wanted, target, link, 6)
     within, structure = planned(wanted, TARGETS[target], link)
@@ -191,7 +191,7 @@ def test_so_it_is_for_any_graph(seed: int, target: str, link: float | None) -> N
     assert sizes == sorted(set(sizes), reverse=True)
     assert sizes[-1] == least
     assert works == sorted(works)
-    assert [within(Budget(size)).taken_bytes for size in sizes] == sizes
+    assert all(within(Budget(size)).taken_bytes <= size for size in sizes)
     assert least <= table.least() <= sizes[0]
     fitting = (least - 1, *sizes, table.least())
     assert [table.fits(limit) for limit in fitting] == [False] + [True] * (len(fitting) - 1)

@@ -86,19 +86,24 @@ def least(state: Compilation, target: Target) -> int:
 
 
 def frontier(state: Compilation, target: Target) -> list[Compilation]:
-    """What budgets get that have less and less memory, down to the least; the first needs none.
+    """Planned compilations, each with less memory for more work than the one before.
 
-    Each is a planned compilation that takes less than the one before.
+    The given compilation is the first, and that with the least memory the last.
     """
     outlines = list(_Ways(state, target).outlines())
-    most, least = taken_bytes(state, target), taken_bytes(_smallest(state, outlines, target), target)
-    result, last, left = [state], most, iter(outlines)
-    for share in range(1, _LEVELS + 1):
+    smallest = _smallest(state, outlines, target)
+    most, least = taken_bytes(state, target), taken_bytes(smallest, target)
+    result, last = [state], most
+    for share in range(1, _LEVELS):
         level = most - (most - least) * share // _LEVELS
-        if level < last:  # what was too large for another level is too large for this, too
-            result.append(next(filter(None, (_planned(outline, target, level) for outline in left))))
-            last = taken_bytes(result[-1], target)
-    return result
+        outline = next((outline for outline in outlines if outline.least <= level), None)
+        if outline is None or level >= last:
+            continue
+        planned = plan(outline.laid_out(), target)
+        if least < (nbytes := taken_bytes(planned, target)) < last:
+            result.append(planned)
+            last = nbytes
+    return [*result, smallest] if least < most else result
 
 
 @dataclass(frozen=True)
