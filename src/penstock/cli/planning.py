@@ -62,8 +62,10 @@ def plan(
     if fit is not None:
 
         def tried(size: int, planned: MemoryPlan, fits: bool) -> None:
-            least, verdict = format_bytes(planned.least_bytes), "fits" if fits else "too large"
-            say(progress, f"{fit} {size}: {verdict}, {least} would do", style="dim")
+            least = planned.least_bytes  # by a short search: a longer one may have found less
+            verdict = "fits" if fits else "too large"
+            needs = f", {format_bytes(least)} would do" if fits == (least <= limit) else ""
+            say(progress, f"{fit} {size}: {verdict}{needs}", style="dim")
 
         settings, planned = largest_fit(settings, limit, "batch" if fit == "batch" else "context", tried)
     else:

@@ -10,10 +10,10 @@ packed arenas are the proof.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, tee
 
 from penstock.compiler.compilation import Compilation, Move
 from penstock.compiler.layout import lay_out, own_buffers, plan
@@ -61,49 +61,11 @@ def fit(state: Compilation, target: Target) -> Compilation:
     budget = target.budget
     if budget is None or budget.held + taken_bytes(state, target) <= budget.limit:
         return state
-    room, outlines = budget.limit - budget.held, list[_Outline]()
-    for outline in _Ways(state, target).outlines():
-        outlines.append(outline)
+    ways, room = Ways(state, target), budget.limit - budget.held
+    for outline in ways.outlines():
         if planned := _planned(outline, target, room):
             return planned
-    raise _refusal(_smallest(state, outlines, target), target)
-
-
-def fits(state: Compilation, target: Target) -> bool:
-    """Whether there is a schedule inside the budget. Less is searched for and planned than to name one."""
-    budget = target.budget
-    if budget is None or budget.held + taken_bytes(state, target) <= budget.limit:
-        return True
-    room, ways = budget.limit - budget.held, _Ways(state, target)
-    outlines = chain(ways.at_any_price(), ways.outlines())
-    return any(not outline.early and _planned(outline, target, room) for outline in outlines)
-
-
-def least(state: Compilation, target: Target) -> int:
-    """Bytes that will do, and mostly the fewest: sooner known than what each budget costs."""
-    outlines = list(_Ways(state, target).at_any_price())
-    return taken_bytes(_smallest(state, outlines, target), target)
-
-
-def frontier(state: Compilation, target: Target) -> list[Compilation]:
-    """Planned compilations, each with less memory for more work than the one before.
-
-    The given compilation is the first, and that with the least memory the last.
-    """
-    outlines = list(_Ways(state, target).outlines())
-    smallest = _smallest(state, outlines, target)
-    most, least = taken_bytes(state, target), taken_bytes(smallest, target)
-    result, last = [state], most
-    for share in range(1, _LEVELS):
-        level = most - (most - least) * share // _LEVELS
-        outline = next((outline for outline in outlines if outline.least <= level), None)
-        if outline is None or level >= last:
-            continue
-        planned = plan(outline.laid_out(), target)
-        if least < (nbytes := taken_bytes(planned, target)) < last:
-            result.append(planned)
-            last = nbytes
-    return [*result, smallest] if least < most else result
+    raise _refusal(_smallest(state, ways.outlines(), target), target)
 
 
 @dataclass(frozen=True)
@@ -115,8 +77,8 @@ class _Outline:
     laid_out: Callable[[], Compilation]
 
 
-class _Ways:
-    """Ways to run the groups of a compilation in less memory."""
+class Ways:
+    """Ways to run the groups of a compilation in less memory. They are looked for when they are asked for."""
 
     def __init__(self, state: Compilation, target: Target) -> None:
         self._compilation, self._target = state, target
@@ -144,6 +106,41 @@ class _Ways:
         self._state = {value: new for value, (_, new) in self._own.items()}
         replaced = {new for new in self._state.values() if new is not None}
         self._new = _new_state(state, target, works, fixed) - replaced if self._link else frozenset()
+        self._front, self._soon = self._by_price(), self._sequels(self._link, at_any_price=True)
+
+    def fits(self, limit: int) -> bool:
+        """Whether so many bytes will do. Less is planned than to name the plan for them."""
+        budget = self._target.budget
+        room = limit - (budget.held if budget else 0)
+        if taken_bytes(self._compilation, self._target) <= room:
+            return True
+        outlines = chain(self._at_any_price(), self.outlines())
+        return any(not outline.early and _planned(outline, self._target, room) for outline in outlines)
+
+    def least(self) -> int:
+        """Bytes that will do, and mostly the fewest: sooner known than what each budget costs."""
+        smallest = _smallest(self._compilation, self._at_any_price(), self._target)
+        return taken_bytes(smallest, self._target)
+
+    def frontier(self) -> list[Compilation]:
+        """Planned compilations, each with less memory for more work than the one before.
+
+        The given compilation is the first, and that with the least memory the last.
+        """
+        state, target, outlines = self._compilation, self._target, list(self.outlines())
+        smallest = _smallest(state, outlines, target)
+        most, least = taken_bytes(state, target), taken_bytes(smallest, target)
+        result, last = [state], most
+        for share in range(1, _LEVELS):
+            level = most - (most - least) * share // _LEVELS
+            outline = next((outline for outline in outlines if outline.least <= level), None)
+            if outline is None or level >= last:
+                continue
+            planned = plan(outline.laid_out(), target)
+            if least < (nbytes := taken_bytes(planned, target)) < last:
+                result.append(planned)
+                last = nbytes
+        return [*result, smallest] if least < most else result
 
     def outlines(self) -> Iterator[_Outline]:
         """All of them, each dearer than those before: a budget gets the first that fits.
@@ -151,13 +148,9 @@ class _Ways:
         They do not depend on the budget. So a larger one gets nothing that is dearer than what a smaller one
         gets, or that takes less.
         """
-        # Without moves nothing takes less than this.
-        lowest = least_peak(self._tasks, self._nbytes, self._kept, self._state, self._new)
-        search = _dearer_and_dearer(self._sequels(None), lowest)
-        if self._link is not None:
-            search = _cheaper_of(search, _dearer_and_dearer(self._sequels(self._link), 0), lowest)
+        self._front, sequels = tee(self._front)
         front, dearest = list[Sequel](), 0.0
-        for sequel in search:
+        for sequel in sequels:
             front.append(sequel)
             dearest = sequel.price
             yield self._outline(sequel, sequel.moves)
@@ -165,12 +158,22 @@ class _Ways:
         for sequel in front:
             if sequel.moves:
                 yield self._outline(replace(sequel, price=dearest), False)
-        for sequel in self._sequels(self._link, at_any_price=True):
-            yield self._outline(replace(sequel, price=max(sequel.price, dearest)), False)
+        yield from self._at_any_price(dearest)
 
-    def at_any_price(self) -> Iterator[_Outline]:
-        """Those to which a search for the least memory comes, which is soon over."""
-        return (self._outline(sequel, False) for sequel in self._sequels(self._link, at_any_price=True))
+    def _by_price(self) -> Iterator[Sequel]:
+        """Sequences with less and less memory, for which no cheaper one takes no more."""
+        # Without moves nothing takes less than this.
+        lowest = least_peak(self._tasks, self._nbytes, self._kept, self._state, self._new)
+        search = _dearer_and_dearer(self._sequels(None), lowest)
+        if self._link is not None:
+            search = _cheaper_of(search, _dearer_and_dearer(self._sequels(self._link), 0), lowest)
+        yield from search
+
+    def _at_any_price(self, dearest: float = 0.0) -> Iterator[_Outline]:
+        """Those to which a search for the least memory comes, which is soon over; `dearest` of the others."""
+        self._soon, sequels = tee(self._soon)
+        for sequel in sequels:
+            yield self._outline(replace(sequel, price=max(sequel.price, dearest)), False)
 
     def _sequels(self, link: Link | None, at_any_price: bool = False) -> Iterator[Sequel]:
         return sequels(
@@ -342,10 +345,10 @@ def _moved(group: Group, bases: Mapping[Node, Node]) -> Group:
     return group.on(new)
 
 
-def _smallest(state: Compilation, outlines: Sequence[_Outline], target: Target) -> Compilation:
+def _smallest(state: Compilation, outlines: Iterable[_Outline], target: Target) -> Compilation:
     """Of all ways to run the groups, that which takes the least memory."""
     best, least = state, taken_bytes(state, target)
-    for outline in reversed(outlines):
+    for outline in reversed(list(outlines)):
         if not outline.early and (planned := _planned(outline, target, least - 1)):
             best, least = planned, taken_bytes(planned, target)
     return best

@@ -24,9 +24,10 @@ from penstock.train.scaling import Scaling, parse_rate, predicted
 from penstock.train.stepping import training_step
 
 Fitted = Literal["batch", "context"]
-_NEAR = 1.5  # times the limit: what takes more in a plan that is soon found is too large
-_NEARLY = 3 / 4  # of the limit
-_GROWTH = 8  # from the largest size that fits to the next that is tried
+# From the largest size that fits to the next that is tried; longer contexts take longer to be planned.
+_MOST_GROWTH = {"batch": 64, "context": 8}
+_NEVER = 1 << 62
+_NEARLY = 15 / 16  # of the size that would take all bytes: it fits, and one that is an eighth larger does not
 
 
 def plan_step(config: Config) -> MemoryPlan:
@@ -89,63 +90,65 @@ def largest_fit(
     def with_size(size: int) -> Config:
         return config.changed({"data" if what == "batch" else "model": {what: size}})
 
-    bounds, size = _Bounds(limit_bytes), 1
-    while True:
+    bounds, largest = _Bounds(limit_bytes, given, _MOST_GROWTH[what]), None
+    while (size := bounds.next_size()) is not None:
         candidate = with_size(size)
         plan = _planned(step or _step_of(candidate), candidate)
-        least = plan.least_bytes  # a longer search hardly ever finds a plan that takes less, and not far less
-        fits = least <= limit_bytes or (least <= _NEAR * limit_bytes and plan.fits(limit_bytes))
+        fits = plan.fits(limit_bytes)
         report(size, plan, fits)
-        bounds.note(size, plan.least_bytes, fits)
+        bounds.note(size, plan.least_bytes, fits, plan.growth)
         if fits:
             largest = candidate, plan
-        elif size == 1:
-            raise SettingError(
-                f"not even a {what} of 1 fits into {format_bytes(limit_bytes)}; use a smaller model"
-            )
-        if bounds.are_near:
-            return largest
-        size = max(given, 2) if size == 1 else bounds.between()
+    if largest is None:
+        limit = format_bytes(limit_bytes)
+        raise SettingError(f"not even a {what} of 1 fits into {limit}; use a smaller model")
+    return largest
 
 
 class _Bounds:
     """Between which sizes the largest lies that fits: bytes are nearly in proportion, so few are tried."""
 
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit = limit_bytes
-        self._fitting: list[tuple[int, int]] = []  # sizes, each larger than those before, and what they take
+    def __init__(self, limit_bytes: int, first: int, most_growth: int) -> None:
+        self._limit, self._first, self._most_growth = limit_bytes, first, most_growth
+        self._fitting: list[tuple[int, int]] = [(0, 0)]  # sizes, from small to large, and what they take
         self._high: tuple[int, int] | None = None  # the smallest that does not fit
-        self._tried = 0  # since it is known
+        self._leap = _NEVER  # the largest size before programs take far more
+        self._tried = 0  # since two bounds are known
 
-    def note(self, size: int, nbytes: int, fits: bool) -> None:
-        """Note that something of a size takes so many bytes."""
+    def note(self, size: int, nbytes: int, fits: bool, growth: float = _NEVER) -> None:
+        """Note that something of a size takes so many bytes.
+
+        `growth`: from how many times this size on it takes far more.
+        """
         self._tried += self._high is not None
         if fits:
             self._fitting.append((size, nbytes))
         else:
             self._high = size, nbytes
+        self._leap = min(int(size * growth), _NEVER)
 
-    @property
-    def _apart(self) -> int:
-        """What is nearer to the largest that fits is not told apart."""
-        return max(self._fitting[-1][0] // 8, 1)
+    def next_size(self) -> int | None:
+        """The size to be tried next: that which would take nearly all bytes, if they are in proportion.
 
-    @property
-    def are_near(self) -> bool:
-        """Whether the largest is known."""
-        return self._high is not None and self._high[0] - self._fitting[-1][0] <= self._apart
-
-    def between(self) -> int:
-        """The size to be tried next: that which would take all bytes, if they are in proportion."""
-        low, nbytes = self._fitting[-1]
-        least, most = low + self._apart, _GROWTH * low
-        if self._high is not None:
-            most = self._high[0] - self._apart
-            if self._tried % 2 and nbytes < _NEARLY * self._limit:  # bytes grow by leaps
-                return (low + self._high[0]) // 2
-        size, more = self._high or (self._fitting[-2] if len(self._fitting) > 1 else (0, 0))
-        slope = (more - nbytes) / (size - low)
-        reached = low + (self._limit - nbytes) / slope if slope > 0 else math.inf
+        None: the largest is known, up to an eighth.
+        """
+        (low, nbytes), high = self._fitting[-1], self._high
+        apart = max(low // 8, 1)  # what is nearer to the largest that fits is not told apart
+        if not low and high is None:
+            return self._first
+        if high is not None and high[0] - low <= apart:
+            return None
+        least, most = low + apart, self._most_growth * low if high is None else high[0] - apart
+        if self._tried % 3 == 2:  # bytes grow by leaps
+            return math.isqrt(least * most)
+        before_leap = low <= self._leap < (high[0] if high else math.inf)
+        if before_leap:
+            most = min(most, self._leap)
+        known = self._fitting[:-1] if high is None or before_leap else [high]
+        reached = math.inf
+        if known and known[-1][1] != nbytes:
+            size, more = known[-1]
+            reached = _NEARLY * (low + (self._limit - nbytes) * (size - low) / (more - nbytes))
         return int(max(least, min(reached, most)))
 
 
