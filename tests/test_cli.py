@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -237,7 +238,7 @@ def tries(nbytes_of: Callable[[int], int], first: int, leap: int | None = None) 
     while (size := bounds.next_size()) is not None:
         sizes.append(size)
         growth = () if leap is None else (leap / size,)
-        bounds.note(size, nbytes_of(size), nbytes_of(size) <= 1000, *growth)
+        bounds.note(size, nbytes_of(size) <= 1000, partial(nbytes_of, size), *growth)
     largest = max(size for size in sizes if nbytes_of(size) <= 1000)
     assert any(largest < size <= largest + max(largest // 8, 1) for size in sizes)
     return len(sizes)

@@ -61,11 +61,8 @@ def plan(
     console, progress = Console(), Console(stderr=True)
     if fit is not None:
 
-        def tried(size: int, planned: MemoryPlan, fits: bool) -> None:
-            least = planned.least_bytes  # by a short search: a longer one may have found less
-            verdict = "fits" if fits else "too large"
-            needs = f", {format_bytes(least)} would do" if fits == (least <= limit) else ""
-            say(progress, f"{fit} {size}: {verdict}{needs}", style="dim")
+        def tried(size: int, fits: bool) -> None:
+            say(progress, f"{fit} {size}: {'fits' if fits else 'too large'}", style="dim")
 
         settings, planned = largest_fit(settings, limit, "batch" if fit == "batch" else "context", tried)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -77,12 +78,11 @@ def plan_ranks(config: Config, ranks: int, link: str) -> Scaling:
 
 
 def largest_fit(
-    config: Config, limit_bytes: int, what: Fitted, report: Callable[[int, MemoryPlan, bool], None]
+    config: Config, limit_bytes: int, what: Fitted, report: Callable[[int, bool], None]
 ) -> tuple[Config, MemoryPlan]:
     """The configuration with the largest batch or context that fits a budget, up to an eighth, with its plan.
 
-    `report` gets every size that is tried, its plan, and whether it fits. Raises SettingError where not even
-    1 fits.
+    `report` gets every size that is tried, and whether it fits. Raises SettingError where not even 1 fits.
     """
     step = _step_of(config) if what == "batch" else None  # the same for all batches
     given = config.data.batch if what == "batch" else config.model.context
@@ -95,8 +95,8 @@ def largest_fit(
         candidate = with_size(size)
         plan = _planned(step or _step_of(candidate), candidate)
         fits = plan.fits(limit_bytes)
-        report(size, plan, fits)
-        bounds.note(size, plan.least_bytes, fits, plan.growth)
+        report(size, fits)
+        bounds.note(size, fits, partial(getattr, plan, "least_bytes"), plan.growth)
         if fits:
             largest = candidate, plan
     if largest is None:
@@ -110,13 +110,14 @@ class _Bounds:
 
     def __init__(self, limit_bytes: int, first: int, most_growth: int) -> None:
         self._limit, self._first, self._most_growth = limit_bytes, first, most_growth
-        self._fitting: list[tuple[int, int]] = [(0, 0)]  # sizes, from small to large, and what they take
-        self._high: tuple[int, int] | None = None  # the smallest that does not fit
+        # Sizes, from small to large, and what tells the bytes that they take.
+        self._fitting: list[tuple[int, Callable[[], int]]] = [(0, lambda: 0)]
+        self._high: tuple[int, Callable[[], int]] | None = None  # the smallest that does not fit
         self._leap = _NEVER  # the largest size before programs take far more
         self._tried = 0  # since two bounds are known
 
-    def note(self, size: int, nbytes: int, fits: bool, growth: float = _NEVER) -> None:
-        """Note that something of a size takes so many bytes.
+    def note(self, size: int, fits: bool, nbytes: Callable[[], int], growth: float = _NEVER) -> None:
+        """Note whether a size fits; `nbytes` is only asked where it matters how much it takes.
 
         `growth`: from how many times this size on it takes far more.
         """
@@ -132,7 +133,7 @@ class _Bounds:
 
         None: the largest is known, up to an eighth.
         """
-        (low, nbytes), high = self._fitting[-1], self._high
+        low, high = self._fitting[-1][0], self._high
         apart = max(low // 8, 1)  # what is nearer to the largest that fits is not told apart
         if not low and high is None:
             return self._first
@@ -141,15 +142,21 @@ class _Bounds:
         least, most = low + apart, self._most_growth * low if high is None else high[0] - apart
         if self._tried % 3 == 2:  # bytes grow by leaps
             return math.isqrt(least * most)
-        before_leap = low <= self._leap < (high[0] if high else math.inf)
-        if before_leap:
-            most = min(most, self._leap)
-        known = self._fitting[:-1] if high is None or before_leap else [high]
-        reached = math.inf
-        if known and known[-1][1] != nbytes:
-            size, more = known[-1]
-            reached = _NEARLY * (low + (self._limit - nbytes) * (size - low) / (more - nbytes))
-        return int(max(least, min(reached, most)))
+        known = [*self._fitting[:-1], *([high] if high is not None else [])]
+        if low <= self._leap < (high[0] if high is not None else _NEVER):
+            known, most = self._fitting[:-1], min(most, self._leap)
+        if least >= most:
+            return least
+        reached = self._reached(known[-1]) if known else _NEVER
+        return max(least, min(reached, most))
+
+    def _reached(self, known: tuple[int, Callable[[], int]]) -> int:
+        """The size that would take nearly all bytes if they are in proportion, by the largest and another."""
+        (low, nbytes_of), (size, more_of) = self._fitting[-1], known
+        nbytes, more = nbytes_of(), more_of()
+        if nbytes == more:
+            return _NEVER
+        return int(_NEARLY * (low + (self._limit - nbytes) * (size - low) / (more - nbytes)))
 
 
 def _vocabulary(config: Config) -> int:
