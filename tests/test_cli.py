@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -207,9 +208,10 @@ def test_the_largest_batch_that_fits_is_found(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("penstock.measuring.step_rates.step_rates", lambda device, dtypes: None)
     words = ("plan", "--config", "tiny.toml", "--device", "host", "--fit")
     result = penstock(*words, "batch", "--memory", "300KiB")
-    tried = re.findall(r"batch (\d+): (fits|too large), [\d.]+ [KM]iB would do", result.stderr)
+    tried = re.findall(r"batch (\d+): (fits|too large)", result.stderr)
     fitting = [int(size) for size, verdict in tried if verdict == "fits"]
-    assert 0 < len(fitting) < len(tried)
+    larger = [int(size) for size, verdict in tried if verdict == "too large"]
+    assert max(fitting) < min(larger) <= max(fitting) + max(max(fitting) // 8, 1)
     assert f"the largest batch inside 300.0 KiB: {max(fitting)}\n" in result.stdout
     for size, verdict in tried:  # what is planned for all budgets says the same
         plan = plan_step(Config().with_file(Path("tiny.toml")).changed({"data": {"batch": int(size)}}))
@@ -222,15 +224,24 @@ def test_the_largest_batch_that_fits_is_found(monkeypatch: pytest.MonkeyPatch) -
 
 def test_few_sizes_are_tried() -> None:
     """Bytes grow in proportion to the size, or by leaps."""
-    for nbytes_of in (lambda size: 10 + 3 * size, lambda size: 5 * size + (size > 150) * 10_000):
-        bounds, size, sizes = _Bounds(1000), 1, list[int]()
-        while not bounds.are_near:
-            sizes.append(size)
-            bounds.note(size, nbytes_of(size), nbytes_of(size) <= 1000)
-            size = bounds.between()
-        largest = max(size for size in sizes if nbytes_of(size) <= 1000)
-        assert nbytes_of(largest + max(largest // 8, 1)) > 1000
-        assert len(sizes) <= 10
+    assert tries(lambda size: 10 + 3 * size, 8) <= 5
+    for first in (1, 16, 500, 4000):
+        assert tries(lambda size: 10 + 3 * size, first) <= 6
+        assert tries(lambda size: 3 * size + size * size // 100, first) <= 10
+        assert tries(lambda size: 5 * size + (size > 150) * 10_000, first) <= 10
+        assert tries(lambda size: 5 * size + (size > 150) * 10_000, first, leap=150) <= 5  # which is known
+
+
+def tries(nbytes_of: Callable[[int], int], first: int, leap: int | None = None) -> int:
+    """How many sizes are tried until the largest is known that takes no more than 1000 bytes."""
+    bounds, sizes = _Bounds(1000, first, 8), list[int]()
+    while (size := bounds.next_size()) is not None:
+        sizes.append(size)
+        growth = () if leap is None else (leap / size,)
+        bounds.note(size, nbytes_of(size) <= 1000, partial(nbytes_of, size), *growth)
+    largest = max(size for size in sizes if nbytes_of(size) <= 1000)
+    assert any(largest < size <= largest + max(largest // 8, 1) for size in sizes)
+    return len(sizes)
 
 
 def test_generate_goes_on_from_a_prompt() -> None:

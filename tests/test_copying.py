@@ -11,15 +11,20 @@ import pytest
 from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_budget import planned, smallest, trained
+from test_budget import planned, trained
 from test_random_graphs import grown
 from test_schedule import TARGETS, plain
 
-from penstock.compiler.pipeline import budget_levels, prepare
+from penstock.compiler.budget import fit
+from penstock.compiler.compilation import Compilation
+from penstock.compiler.pipeline import TARGET_PASSES, budget_levels, prepare
+from penstock.compiler.taking import taken_bytes
 from penstock.compiler.target import Budget, Target
 from penstock.drivers.driver import Cost
 from penstock.drivers.rates import BESIDE, Crossing, StepRates
 from penstock.errors import OutOfDeviceMemory
+from penstock.execution.structure import Structure
+from penstock.graph.node import Node
 from penstock.plan.copying import Traffic, Window, elapsed
 from penstock.plan.prefetching import prefetched
 from penstock.plan.sequences import HOLD, IN, OUT, Link, Run, Sequel, Task
@@ -131,18 +136,41 @@ def test_a_copy_costs_what_its_window_is_too_short_for() -> None:
 # Budgets
 
 
+def all_that_fit(wanted: list[Node], target: str, link: float | None, shares: int) -> int:
+    """Check what budgets get, from the smallest that would do to none, and what is refused; the smallest."""
+    structure = Structure(wanted, checked=False)
+    state = Compilation(*prepare(wanted, structure.inputs), structure.numbers, {})
+    can = TARGETS[target]
+    for transform in TARGET_PASSES[: TARGET_PASSES.index(fit)]:
+        state = transform(state, Target.of(can))
+
+    def within(limit: int) -> tuple[int, float]:
+        target = Target.of(can, Budget(limit), link)
+        planned = fit(state, target)
+        return taken_bytes(planned, target), planned.extra
+
+    with pytest.raises(OutOfDeviceMemory) as refused:
+        within(1)
+    least, most = refused.value.smallest or 0, taken_bytes(state, Target.of(can))
+    limits = [least + (most - least) * share // shares for share in range(shares + 1)]
+    sizes, prices = zip(*map(within, limits), strict=True)
+    assert all(size <= limit for size, limit in zip(sizes, limits, strict=True))
+    assert list(sizes) == sorted(sizes)
+    assert list(prices) == sorted(prices, reverse=True)
+    assert prices[-1] == 0
+    with pytest.raises(OutOfDeviceMemory) as refused:
+        within(least - 1)
+    assert refused.value.smallest == least
+    return least
+
+
 @pytest.mark.parametrize("link", [None, 1.0, 64.0])
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_smaller_budget_never_takes_more_memory(target: str, link: float | None) -> None:
-    wanted, _ = trained(6, 24, 8)
-    within, _ = planned(wanted, TARGETS[target], link)
-    least, most = smallest(within), within(None).taken_bytes
-    limits = [least + (most - least) * share // 12 for share in range(13)]
-    sizes = [within(Budget(limit)).taken_bytes for limit in limits]
-    assert sizes == sorted(sizes)
-    assert all(size <= limit for size, limit in zip(sizes, limits, strict=True))
-    with pytest.raises(OutOfDeviceMemory):
-        within(Budget(least - 1))
+def test_a_larger_budget_gets_nothing_dearer_and_a_smaller_one_takes_no_more(
+    target: str, link: float | None
+) -> None:
+    for layers, width, rows in ((6, 24, 8), (5, 16, 64)):
+        all_that_fit(trained(layers, width, rows)[0], target, link, 16)
 
 
 @given(
@@ -151,26 +179,19 @@ def test_a_smaller_budget_never_takes_more_memory(target: str, link: float | Non
     link=st.sampled_from([None, 1.0, 16.0, 64.0]),
 )
 @settings(max_examples=examples(20, quick=4))
-def test_nor_does_it_for_any_graph(seed: int, target: str, link: float | None) -> None:
-    """And the table of all budgets has less memory for more work in each row."""
+def test_so_it_is_for_any_graph(seed: int, target: str, link: float | None) -> None:
+    """And the table of all budgets has less memory for more work in each row, and such budgets will do."""
     _, wanted = grown(seed, 60, 0, plain)
+    least = all_that_fit(wanted, target, link, 6)
     within, structure = planned(wanted, TARGETS[target], link)
-    least, most = smallest(within), within(None).taken_bytes
-    limits = [least + (most - least) * share // 5 for share in range(6)]
-    sizes = [within(Budget(limit)).taken_bytes for limit in limits]
-    assert sizes == sorted(sizes)
-    assert all(size <= limit for size, limit in zip(sizes, limits, strict=True))
-    with pytest.raises(OutOfDeviceMemory) as refused:
-        within(Budget(least - 1))
-    assert refused.value.smallest == least
     nodes, inputs = prepare(wanted, structure.inputs)
     table = budget_levels(nodes, inputs, structure.numbers, Target.of(TARGETS[target], None, link))
     levels = [table.first(), *table.less()]
-    assert [level.taken_bytes for level in levels] == sorted(
-        {level.taken_bytes for level in levels}, reverse=True
-    )
-    assert levels[-1].taken_bytes == least
-    assert least <= table.least() <= most
-    assert table.fits(table.least())
-    assert [table.fits(limit) for limit in (least - 1, *limits)] == [False] + [True] * len(limits)
-    assert [level.extra_work for level in levels] == sorted(level.extra_work for level in levels)
+    sizes, works = [level.taken_bytes for level in levels], [level.extra_work for level in levels]
+    assert sizes == sorted(set(sizes), reverse=True)
+    assert sizes[-1] == least
+    assert works == sorted(works)
+    assert all(within(Budget(size)).taken_bytes <= size for size in sizes)
+    assert least <= table.least() <= sizes[0]
+    fitting = (least - 1, *sizes, table.least())
+    assert [table.fits(limit) for limit in fitting] == [False] + [True] * (len(fitting) - 1)

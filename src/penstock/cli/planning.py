@@ -61,9 +61,8 @@ def plan(
     console, progress = Console(), Console(stderr=True)
     if fit is not None:
 
-        def tried(size: int, planned: MemoryPlan, fits: bool) -> None:
-            least, verdict = format_bytes(planned.least_bytes), "fits" if fits else "too large"
-            say(progress, f"{fit} {size}: {verdict}, {least} would do", style="dim")
+        def tried(size: int, fits: bool) -> None:
+            say(progress, f"{fit} {size}: {'fits' if fits else 'too large'}", style="dim")
 
         settings, planned = largest_fit(settings, limit, "batch" if fit == "batch" else "context", tried)
     else:

@@ -9,12 +9,11 @@ packed arenas are the proof.
 
 from __future__ import annotations
 
-import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, takewhile
+from itertools import chain, tee
 
 from penstock.compiler.compilation import Compilation, Move
 from penstock.compiler.layout import lay_out, own_buffers, plan
@@ -29,7 +28,7 @@ from penstock.compiler.taking import (
     price,
     taken_bytes,
 )
-from penstock.compiler.target import Budget, Target
+from penstock.compiler.target import Target
 from penstock.errors import OutOfDeviceMemory
 from penstock.formatting import format_bytes
 from penstock.fusion.groups import Group
@@ -43,11 +42,11 @@ from penstock.plan.recomputing import least_peak, sequels
 from penstock.plan.sequences import HOLD, OUT, Link, Run, Sequel, Task
 
 _SURE = 0.99  # of what is estimated to be live: no plan takes less
-# Of a budget: if so much of it is left, a search has gone on for long enough. More than gaps between packed
-# values take, so that no sequence is found below the smallest budget of a search to the end.
-_AMPLE = 1 / 8
-# Of what a sequence takes more than any can without moves: if others take less for its price, a search
-# without moves has gone on for long enough.
+# Of what a sequence takes more than the least: so far a search goes on before it counts, as a cheaper one may
+# follow.
+_AHEAD = 1 / 8
+# Of what a sequence takes more than any can without moves: if a cheaper one takes less with moves, a search
+# without them has gone on for long enough.
 _BEHIND = 3 / 4
 _SHOWN = 4  # of the largest values, in a message
 _MARGIN = 1.3  # of a copy: kernels, which are priced by usual rates, may be faster, and would wait for it
@@ -62,51 +61,11 @@ def fit(state: Compilation, target: Target) -> Compilation:
     budget = target.budget
     if budget is None or budget.held + taken_bytes(state, target) <= budget.limit:
         return state
-    room = budget.limit - budget.held
-    ways, outlines = _Ways(state, target), list[_Outline]()
-    for outline in chain(ways.by_price(room), ways.at_any_price()):
-        outlines.append(outline)
-        if outline.least <= room and (planned := _planned(outline, target, room)):
+    ways, room = Ways(state, target), budget.limit - budget.held
+    for outline in ways.outlines():
+        if planned := _planned(outline, target, room):
             return planned
-    raise _refusal(_smallest(state, outlines, target), target)
-
-
-def fits(state: Compilation, target: Target) -> bool:
-    """Whether there is a schedule inside the budget. Less is searched for and planned than to name one."""
-    budget = target.budget
-    if budget is None or budget.held + taken_bytes(state, target) <= budget.limit:
-        return True
-    room, ways = budget.limit - budget.held, _Ways(state, target)
-    return any(
-        outline.least <= room and not outline.early and _planned(outline, target, room)
-        for outline in chain(ways.at_any_price(), ways.by_price(room))
-    )
-
-
-def least(state: Compilation, target: Target) -> int:
-    """Bytes that will do, and mostly the fewest: sooner known than what each budget costs."""
-    outlines = list(_Ways(state, target).at_any_price())
-    return taken_bytes(_smallest(state, outlines, target), target)
-
-
-def frontier(state: Compilation, target: Target) -> list[Compilation]:
-    """Planned compilations, each with less memory than the one before; the given compilation is the first."""
-    ways = _Ways(state, target)
-    outlines = [*ways.by_price(), *ways.at_any_price()]
-    smallest = _smallest(state, outlines, target)
-    most, least = taken_bytes(state, target), taken_bytes(smallest, target)
-    result, last = [state], most
-    for share in range(1, _LEVELS):
-        level = most - (most - least) * share // _LEVELS
-        outline = next((outline for outline in outlines if outline.least <= level), None)
-        if outline is None:  # the given order, in which exchanges overlap, may be better than these
-            break
-        planned = plan(outline.laid_out(), target)
-        if least < (nbytes := taken_bytes(planned, target)) < last:
-            result.append(planned)
-            last = nbytes
-    rows = [*result, smallest] if least < most else result
-    return [row for at, row in enumerate(rows) if all(row.extra <= less.extra for less in rows[at + 1 :])]
+    raise _refusal(_smallest(state, ways.outlines(), target), target)
 
 
 @dataclass(frozen=True)
@@ -118,8 +77,8 @@ class _Outline:
     laid_out: Callable[[], Compilation]
 
 
-class _Ways:
-    """Ways to run the groups of a compilation in less memory."""
+class Ways:
+    """Ways to run the groups of a compilation in less memory. They are looked for when they are asked for."""
 
     def __init__(self, state: Compilation, target: Target) -> None:
         self._compilation, self._target = state, target
@@ -147,25 +106,74 @@ class _Ways:
         self._state = {value: new for value, (_, new) in self._own.items()}
         replaced = {new for new in self._state.values() if new is not None}
         self._new = _new_state(state, target, works, fixed) - replaced if self._link else frozenset()
+        self._front, self._soon = self._by_price(), self._sequels(self._link, at_any_price=True)
 
-    def by_price(self, room: int | None = None) -> Iterator[_Outline]:
-        """First those to which a search comes until it has `room`, the cheapest of them, and some more."""
-        limit = max((self._target.budget or Budget(0)).limit, 1)
+    def fits(self, limit: int) -> bool:
+        """Whether so many bytes will do. Less is planned than to name the plan for them."""
+        budget = self._target.budget
+        room = limit - (budget.held if budget else 0)
+        if taken_bytes(self._compilation, self._target) <= room:
+            return True
+        outlines = chain(self._at_any_price(), self.outlines())
+        return any(not outline.early and _planned(outline, self._target, room) for outline in outlines)
 
-        def left(sequel: Sequel) -> float:
-            return (room - self._least(sequel)) / limit if room is not None else 0.0
+    def least(self) -> int:
+        """Bytes that will do, and mostly the fewest: sooner known than what each budget costs."""
+        smallest = _smallest(self._compilation, self._at_any_price(), self._target)
+        return taken_bytes(smallest, self._target)
 
+    def frontier(self) -> list[Compilation]:
+        """Planned compilations, each with less memory for more work than the one before.
+
+        The given compilation is the first, and that with the least memory the last.
+        """
+        state, target, outlines = self._compilation, self._target, list(self.outlines())
+        smallest = _smallest(state, outlines, target)
+        most, least = taken_bytes(state, target), taken_bytes(smallest, target)
+        result, last = [state], most
+        for share in range(1, _LEVELS):
+            level = most - (most - least) * share // _LEVELS
+            outline = next((outline for outline in outlines if outline.least <= level), None)
+            if outline is None or level >= last:
+                continue
+            planned = plan(outline.laid_out(), target)
+            if least < (nbytes := taken_bytes(planned, target)) < last:
+                result.append(planned)
+                last = nbytes
+        return [*result, smallest] if least < most else result
+
+    def outlines(self) -> Iterator[_Outline]:
+        """All of them, each dearer than those before: a budget gets the first that fits.
+
+        They do not depend on the budget. So a larger one gets nothing that is dearer than what a smaller one
+        gets, or that takes less.
+        """
+        self._front, sequels = tee(self._front)
+        front, dearest = list[Sequel](), 0.0
+        for sequel in sequels:
+            front.append(sequel)
+            dearest = sequel.price
+            yield self._outline(sequel, sequel.moves)
+        # Or else, where none of these can be packed, without time for copies: in the least memory.
+        for sequel in front:
+            if sequel.moves:
+                yield self._outline(replace(sequel, price=dearest), False)
+        yield from self._at_any_price(dearest)
+
+    def _by_price(self) -> Iterator[Sequel]:
+        """Sequences with less and less memory, for which no cheaper one takes no more."""
         # Without moves nothing takes less than this.
-        least = least_peak(self._tasks, self._nbytes, self._kept, self._state, self._new)
-        lowest = Sequel((), (), least, 0.0, ())
-        for alternatives in _frontier(self._sequels, lowest, left, self._link):
-            # With time for copies; or else, where none of these can be packed, in the least memory.
-            yield from (self._outline(sequel, sequel.moves) for sequel in alternatives)
-            yield from (self._outline(sequel, False) for sequel in alternatives if sequel.moves)
+        lowest = least_peak(self._tasks, self._nbytes, self._kept, self._state, self._new)
+        search = _dearer_and_dearer(self._sequels(None), lowest)
+        if self._link is not None:
+            search = _cheaper_of(search, _dearer_and_dearer(self._sequels(self._link), 0), lowest)
+        yield from search
 
-    def at_any_price(self) -> Iterator[_Outline]:
-        """Those to which a search for the least memory comes, which is soon over."""
-        return (self._outline(sequel, False) for sequel in self._sequels(self._link, at_any_price=True))
+    def _at_any_price(self, dearest: float = 0.0) -> Iterator[_Outline]:
+        """Those to which a search for the least memory comes, which is soon over; `dearest` of the others."""
+        self._soon, sequels = tee(self._soon)
+        for sequel in sequels:
+            yield self._outline(replace(sequel, price=max(sequel.price, dearest)), False)
 
     def _sequels(self, link: Link | None, at_any_price: bool = False) -> Iterator[Sequel]:
         return sequels(
@@ -224,57 +232,46 @@ def _new_state(state: Compilation, target: Target, works: Works, fixed: Collecti
     )
 
 
-def _frontier(
-    search: Callable[[Link | None], Iterator[Sequel]],
-    lowest: Sequel,
-    left: Callable[[Sequel], float],
-    link: Link | None,
-) -> Iterator[Iterable[Sequel]]:
-    """Sequences that take less and less memory. With a link, none for which a cheaper one takes no more.
+def _dearer_and_dearer(search: Iterator[Sequel], lowest: int) -> Iterator[Sequel]:
+    """The sequences of a search but those for which one with less memory, that soon follows, is cheaper.
 
-    A search that may move values decides greedily, and can end with dearer sequences than one that may not.
-    Both go on where enough is `left` of the budget only if more are asked for: those are the second part.
-    `lowest`: see `_cheaper`.
+    `lowest`: bytes below which it never comes.
     """
-    plain = search(None)
-    if link is None:
-        yield plain
-        return
-    moving = search(link)
-    moved = list(_until_ample(moving, left))
-    computed = list(_until_ample(_cheaper(plain, lowest, moved), left)) if left(lowest) >= 0 else []
-    first = _cheapest([*computed, *moved])
-    yield first
-    moved += moving
-    computed += _cheaper(plain, lowest, moved)
-    yield [sequel for sequel in _cheapest([*computed, *moved]) if not any(sequel is other for other in first)]
-
-
-def _until_ample(search: Iterable[Sequel], left: Callable[[Sequel], float]) -> Iterator[Sequel]:
-    """The sequences of a search until one leaves enough of the budget."""
+    waiting, price = deque[Sequel](), -1.0
     for sequel in search:
-        yield sequel
-        if left(sequel) >= _AMPLE:
-            return
+        while waiting and waiting[-1].price >= sequel.price:
+            waiting.pop()
+        if sequel.price > price:
+            waiting.append(sequel)
+        while waiting and sequel.peak_bytes - lowest <= (1 - _AHEAD) * (waiting[0].peak_bytes - lowest):
+            price = waiting[0].price
+            yield waiting.popleft()
+    yield from waiting
 
 
-def _cheaper(search: Iterable[Sequel], lowest: Sequel, others: Sequence[Sequel]) -> Iterator[Sequel]:
-    """The sequences of a search until others leave it so far behind that it hardly ever comes up again."""
+def _cheaper_of(plain: Iterator[Sequel], moving: Iterator[Sequel], lowest: int) -> Iterator[Sequel]:
+    """The sequences of searches without moves and with them, but those for which a cheaper takes no more.
 
-    def is_near(sequel: Sequel) -> bool:
-        least = min((other.peak_bytes for other in others if other.price <= sequel.price), default=math.inf)
-        return least - lowest.peak_bytes > _BEHIND * (sequel.peak_bytes - lowest.peak_bytes)
-
-    return takewhile(is_near, search)
-
-
-def _cheapest(sequels: Sequence[Sequel]) -> list[Sequel]:
-    """Those for which no cheaper one takes as little memory, that with the most memory first."""
-    best: list[Sequel] = []
-    for sequel in sorted(sequels, key=lambda sequel: (sequel.peak_bytes, sequel.price)):
-        if not best or sequel.price < best[-1].price:
-            best.append(sequel)
-    return best[::-1]
+    Both have less and less memory, and are dearer and dearer. No more is searched than is asked for.
+    `lowest`: see `_dearer_and_dearer`, of that without moves.
+    """
+    computed, moved = next(plain, None), next(moving, None)
+    while computed is not None and moved is not None:
+        if (moved.peak_bytes, moved.price) > (computed.peak_bytes, computed.price):
+            if moved.price < computed.price:
+                yield moved
+            moved = next(moving, None)
+        elif computed.price < moved.price:
+            yield computed
+            computed = next(plain, None)
+        elif moved.peak_bytes - lowest > _BEHIND * (computed.peak_bytes - lowest):
+            computed = next(plain, None)
+        else:
+            computed = None
+    if moved is not None:
+        yield from chain([moved], moving)
+    elif computed is not None:
+        yield from chain([computed], plain)
 
 
 def _aligned(nbytes: int) -> int:
@@ -348,19 +345,19 @@ def _moved(group: Group, bases: Mapping[Node, Node]) -> Group:
     return group.on(new)
 
 
-def _smallest(state: Compilation, outlines: Sequence[_Outline], target: Target) -> Compilation:
+def _smallest(state: Compilation, outlines: Iterable[_Outline], target: Target) -> Compilation:
     """Of all ways to run the groups, that which takes the least memory."""
     best, least = state, taken_bytes(state, target)
-    for outline in reversed(outlines):
-        if outline.early or outline.least >= least:
-            continue
-        if planned := _planned(outline, target, least - 1):
+    for outline in reversed(list(outlines)):
+        if not outline.early and (planned := _planned(outline, target, least - 1)):
             best, least = planned, taken_bytes(planned, target)
     return best
 
 
 def _planned(outline: _Outline, target: Target, most: int) -> Compilation | None:
-    """The plan of an outline; None if it takes more than so many bytes, as its lower bound mostly tells."""
+    """The plan of an outline; None if it takes more than so many bytes, as its lower bounds mostly tell."""
+    if outline.least > most:
+        return None
     laid_out = outline.laid_out()
     assert laid_out.layout is not None
     room = most - bytes_beside_arenas(laid_out, target)

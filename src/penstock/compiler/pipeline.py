@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import ParamSpec, TypeVar
 
 from penstock.compiler.apart import check_apart, keep_apart
-from penstock.compiler.budget import fit, fits, frontier, least
+from penstock.compiler.budget import Ways, fit
 from penstock.compiler.compilation import Compilation
 from penstock.compiler.emit import emit
 from penstock.compiler.launches import timeline
@@ -25,7 +24,7 @@ from penstock.compiler.passes import (
 )
 from penstock.compiler.schedule import Schedule
 from penstock.compiler.taking import Level, Levels, level
-from penstock.compiler.target import Budget, Target
+from penstock.compiler.target import Target
 from penstock.graph.node import Node, placeholder
 from penstock.graph.reference import Constant
 from penstock.graph.simplify import simplify
@@ -123,13 +122,13 @@ def budget_levels(
         assert schedule is not None
         return level(planned, target, *timeline(schedule, target.capabilities))
 
+    ways = cache(lambda: Ways(state, target))
+
     @_without_collector
     def less() -> list[Level]:
-        return [level_of(planned) for planned in frontier(state, target)[1:]]
+        return [level_of(planned) for planned in ways().frontier()[1:]]
 
-    @_without_collector
-    def fits_into(nbytes: int) -> bool:
-        budget = replace(target.budget or Budget(0), limit=nbytes)
-        return fits(state, replace(target, budget=budget))
-
-    return Levels(partial(level_of, state), less, fits_into, _without_collector(lambda: least(state, target)))
+    fits = _without_collector(lambda nbytes: ways().fits(nbytes))
+    least = _without_collector(lambda: ways().least())
+    largest = max((node.size for group in state.groups for node in group.nodes), default=0)
+    return Levels(partial(level_of, state), less, fits, least, largest)

@@ -42,6 +42,7 @@ class Levels:
     less: Callable[[], Sequence[Level]]  # plans for budgets down to the smallest
     fits: Callable[[int], bool]  # whether so many bytes will do: sooner known than the smallest
     least: Callable[[], int]  # bytes from the device that will do, and mostly the fewest: as soon known
+    largest: int  # items of a value
 
 
 def level(

@@ -12,6 +12,7 @@ from penstock.drivers.driver import Cost
 from penstock.drivers.rates import Crossing, StepRates
 from penstock.execution import rates
 from penstock.formatting import format_bytes, format_seconds
+from penstock.fusion.costs import MOST_ITEMS
 from penstock.runtime import Device
 
 _SHOWN = 2  # kinds of what is recomputed, in a row
@@ -118,6 +119,14 @@ class MemoryPlan:
     def least_bytes(self) -> int:
         """A budget that would do, mostly the smallest: sooner known than `smallest_bytes`."""
         return self.held_bytes - self._idle + self._levels.least()
+
+    @property
+    def growth(self) -> float:
+        """How many times as large values may be until they have too many items for fused kernels.
+
+        Such a program takes far more memory.
+        """
+        return (MOST_ITEMS - 1) / max(self._levels.largest, 1)
 
     @cached_property
     def _rates(self) -> StepRates | None:

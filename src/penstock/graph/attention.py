@@ -145,9 +145,9 @@ def _decomposed(node: Node, capabilities: Capabilities) -> Node | None:
     return _of_parts(node)
 
 
-def _of_parts(node: Node) -> Node:
+def _of_parts(node: Node, for_gradient: bool = False) -> Node:
     query, key, value = (permute(operand, (0, 2, 1, 3)) for operand in node.inputs)
-    result = attend(query, key, value, node.attributes["causal"], node.attributes["scale"])
+    result = attend(query, key, value, node.attributes["causal"], node.attributes["scale"], for_gradient)
     return permute(result, (0, 2, 1, 3))
 
 
@@ -156,7 +156,7 @@ def _gradient_of_parts(node: Node) -> Node:
     attributes = {**node.attributes, "part": "result"}
     operands = node.inputs[:3]
     by_operand = gradients_of(
-        lambda *own: _of_parts(Node(ATTENTION, own, attributes)), operands, node.inputs[-1]
+        lambda *own: _of_parts(Node(ATTENTION, own, attributes), for_gradient=True), operands, node.inputs[-1]
     )
     parts = [like(x, 0) if part is None else part for x, part in zip(operands, by_operand, strict=True)]
     if node.attributes["part"] != "packed":
@@ -172,10 +172,27 @@ def _placed(part: Node, side: int, shape: Shape) -> Node:
     return pad(row, ((0, batch, 1), (0, length, 1), (side, 1, 1), (0, heads, 1), (0, width, 1)), shape)
 
 
-def attend(query: Node, key: Node, value: Node, causal: bool, scale: float) -> Node:
-    """softmax(query @ key.T * scale) @ value over the last two axes; the axes before them are equal."""
+def _rows(query: Node, key: Node, for_gradient: bool) -> int:
+    """How many queries a part has: as many as scores may be stored for, but not less than pays.
+
+    The scores of as many queries as a head is wide take no more than the keys. A gradient stores three such
+    matrices at a time, and gradients of keys and values for each part, until they are added up: in these
+    many rows both take about the same, which is the least in sum.
+    """
+    keys, width = key.shape[-2:]
+    least = max(16, width, math.isqrt(keys * width // 3) if for_gradient else 0)
+    return max(least, _ROW_ITEMS // max(1, math.prod(query.shape[:-2]) * keys))
+
+
+def attend(
+    query: Node, key: Node, value: Node, causal: bool, scale: float, for_gradient: bool = False
+) -> Node:
+    """softmax(query @ key.T * scale) @ value over the last two axes; the axes before them are equal.
+
+    `for_gradient`: only gradients are taken of it.
+    """
     queries, keys = query.shape[-2], key.shape[-2]
-    rows = max(16, _ROW_ITEMS // max(1, math.prod(query.shape[:-2]) * keys))
+    rows = _rows(query, key, for_gradient)
     if rows >= queries:
         return _attended(query, key, value, keys - queries, causal, scale)
     parts = []

@@ -132,15 +132,18 @@ class Traffic:
         """`until`: the time at each place."""
         windows = list(given)
         self._until = until
-        self._first = np.array([window.first for window in windows], int)
-        self._last = np.array([window.last for window in windows], int)
-        self._takes = np.array([window.takes for window in windows], float)
+        first = np.array([window.first for window in windows], int)
+        last = np.array([window.last for window in windows], int)
+        takes = np.array([window.takes for window in windows], float)
         # Sorted, and beside them how early those begin that end after each, and the other way round.
-        by_last, by_first = self._last.argsort(), self._first.argsort()
-        self._lasts, self._firsts = self._last[by_last].tolist(), self._first[by_first].tolist()
-        earliest = np.minimum.accumulate(self._first[by_last][::-1])[::-1]
-        latest = np.maximum.accumulate(self._last[by_first])
+        by_last, by_first = last.argsort(), first.argsort()
+        self._lasts, self._firsts = last[by_last].tolist(), first[by_first].tolist()
+        earliest = np.minimum.accumulate(first[by_last][::-1])[::-1]
+        latest = np.maximum.accumulate(last[by_first])
         self._earliest, self._latest = [*earliest.tolist(), len(until)], [-1, *latest.tolist()]
+        # What those take that end first, and those that begin first; and of the latter, each by itself.
+        self._ended, self._begun = ([0.0, *takes[order].cumsum().tolist()] for order in (by_last, by_first))
+        self._last, self._takes = last[by_first], takes[by_first]
         self._waits: dict[Window, float] = {}  # by window: moments of a parameter have the same
 
     def wait(self, window: Window) -> float:
@@ -150,13 +153,13 @@ class Traffic:
         return self._waits[window]
 
     def _waited(self, window: Window) -> float:
-        inside = (self._first >= window.first) & (self._last <= window.last)
-        beside = (self._first < window.last) & (self._last > window.first)
-        first = min(window.first, self._earliest[bisect_right(self._lasts, window.first)])
-        last = max(window.last, self._latest[bisect_left(self._firsts, window.last)])
-        free = min(
-            self._time(window.first, window.last) - float(self._takes[inside].sum()),
-            self._time(first, last) - float(self._takes[beside].sum()),
+        ended = bisect_right(self._lasts, window.first)
+        begins, begun = (bisect_left(self._firsts, place) for place in (window.first, window.last))
+        inside = self._takes[begins:begun][self._last[begins:begun] <= window.last].sum()
+        first, last = min(window.first, self._earliest[ended]), max(window.last, self._latest[begun])
+        free: float = min(
+            self._time(window.first, window.last) - float(inside),
+            self._time(first, last) - (self._begun[begun] - self._ended[ended]),
         )
         return max(window.takes - max(free, 0.0), _HIDDEN * window.takes)
 

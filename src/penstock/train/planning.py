@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -24,9 +25,10 @@ from penstock.train.scaling import Scaling, parse_rate, predicted
 from penstock.train.stepping import training_step
 
 Fitted = Literal["batch", "context"]
-_NEAR = 1.5  # times the limit: what takes more in a plan that is soon found is too large
-_NEARLY = 3 / 4  # of the limit
-_GROWTH = 8  # from the largest size that fits to the next that is tried
+# From the largest size that fits to the next that is tried; longer contexts take longer to be planned.
+_MOST_GROWTH = {"batch": 64, "context": 8}
+_NEVER = 1 << 62
+_NEARLY = 15 / 16  # of the size that would take all bytes: it fits, and one that is an eighth larger does not
 
 
 def plan_step(config: Config) -> MemoryPlan:
@@ -76,12 +78,11 @@ def plan_ranks(config: Config, ranks: int, link: str) -> Scaling:
 
 
 def largest_fit(
-    config: Config, limit_bytes: int, what: Fitted, report: Callable[[int, MemoryPlan, bool], None]
+    config: Config, limit_bytes: int, what: Fitted, report: Callable[[int, bool], None]
 ) -> tuple[Config, MemoryPlan]:
     """The configuration with the largest batch or context that fits a budget, up to an eighth, with its plan.
 
-    `report` gets every size that is tried, its plan, and whether it fits. Raises SettingError where not even
-    1 fits.
+    `report` gets every size that is tried, and whether it fits. Raises SettingError where not even 1 fits.
     """
     step = _step_of(config) if what == "batch" else None  # the same for all batches
     given = config.data.batch if what == "batch" else config.model.context
@@ -89,64 +90,73 @@ def largest_fit(
     def with_size(size: int) -> Config:
         return config.changed({"data" if what == "batch" else "model": {what: size}})
 
-    bounds, size = _Bounds(limit_bytes), 1
-    while True:
+    bounds, largest = _Bounds(limit_bytes, given, _MOST_GROWTH[what]), None
+    while (size := bounds.next_size()) is not None:
         candidate = with_size(size)
         plan = _planned(step or _step_of(candidate), candidate)
-        least = plan.least_bytes  # a longer search hardly ever finds a plan that takes less, and not far less
-        fits = least <= limit_bytes or (least <= _NEAR * limit_bytes and plan.fits(limit_bytes))
-        report(size, plan, fits)
-        bounds.note(size, plan.least_bytes, fits)
+        fits = plan.fits(limit_bytes)
+        report(size, fits)
+        bounds.note(size, fits, partial(getattr, plan, "least_bytes"), plan.growth)
         if fits:
             largest = candidate, plan
-        elif size == 1:
-            raise SettingError(
-                f"not even a {what} of 1 fits into {format_bytes(limit_bytes)}; use a smaller model"
-            )
-        if bounds.are_near:
-            return largest
-        size = max(given, 2) if size == 1 else bounds.between()
+    if largest is None:
+        limit = format_bytes(limit_bytes)
+        raise SettingError(f"not even a {what} of 1 fits into {limit}; use a smaller model")
+    return largest
 
 
 class _Bounds:
     """Between which sizes the largest lies that fits: bytes are nearly in proportion, so few are tried."""
 
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit = limit_bytes
-        self._fitting: list[tuple[int, int]] = []  # sizes, each larger than those before, and what they take
-        self._high: tuple[int, int] | None = None  # the smallest that does not fit
-        self._tried = 0  # since it is known
+    def __init__(self, limit_bytes: int, first: int, most_growth: int) -> None:
+        self._limit, self._first, self._most_growth = limit_bytes, first, most_growth
+        # Sizes, from small to large, and what tells the bytes that they take.
+        self._fitting: list[tuple[int, Callable[[], int]]] = [(0, lambda: 0)]
+        self._high: tuple[int, Callable[[], int]] | None = None  # the smallest that does not fit
+        self._leap = _NEVER  # the largest size before programs take far more
+        self._tried = 0  # since two bounds are known
 
-    def note(self, size: int, nbytes: int, fits: bool) -> None:
-        """Note that something of a size takes so many bytes."""
+    def note(self, size: int, fits: bool, nbytes: Callable[[], int], growth: float = _NEVER) -> None:
+        """Note whether a size fits; `nbytes` is only asked where it matters how much it takes.
+
+        `growth`: from how many times this size on it takes far more.
+        """
         self._tried += self._high is not None
         if fits:
             self._fitting.append((size, nbytes))
         else:
             self._high = size, nbytes
+        self._leap = min(int(size * growth), _NEVER)
 
-    @property
-    def _apart(self) -> int:
-        """What is nearer to the largest that fits is not told apart."""
-        return max(self._fitting[-1][0] // 8, 1)
+    def next_size(self) -> int | None:
+        """The size to be tried next: that which would take nearly all bytes, if they are in proportion.
 
-    @property
-    def are_near(self) -> bool:
-        """Whether the largest is known."""
-        return self._high is not None and self._high[0] - self._fitting[-1][0] <= self._apart
+        None: the largest is known, up to an eighth.
+        """
+        low, high = self._fitting[-1][0], self._high
+        apart = max(low // 8, 1)  # what is nearer to the largest that fits is not told apart
+        if not low and high is None:
+            return self._first
+        if high is not None and high[0] - low <= apart:
+            return None
+        least, most = low + apart, self._most_growth * low if high is None else high[0] - apart
+        if self._tried % 3 == 2:  # bytes grow by leaps
+            return math.isqrt(least * most)
+        known = [*self._fitting[:-1], *([high] if high is not None else [])]
+        if low <= self._leap < (high[0] if high is not None else _NEVER):
+            known, most = self._fitting[:-1], min(most, self._leap)
+        if least >= most:
+            return least
+        reached = self._reached(known[-1]) if known else _NEVER
+        return max(least, min(reached, most))
 
-    def between(self) -> int:
-        """The size to be tried next: that which would take all bytes, if they are in proportion."""
-        low, nbytes = self._fitting[-1]
-        least, most = low + self._apart, _GROWTH * low
-        if self._high is not None:
-            most = self._high[0] - self._apart
-            if self._tried % 2 and nbytes < _NEARLY * self._limit:  # bytes grow by leaps
-                return (low + self._high[0]) // 2
-        size, more = self._high or (self._fitting[-2] if len(self._fitting) > 1 else (0, 0))
-        slope = (more - nbytes) / (size - low)
-        reached = low + (self._limit - nbytes) / slope if slope > 0 else math.inf
-        return int(max(least, min(reached, most)))
+    def _reached(self, known: tuple[int, Callable[[], int]]) -> int:
+        """The size that would take nearly all bytes if they are in proportion, by the largest and another."""
+        (low, nbytes_of), (size, more_of) = self._fitting[-1], known
+        nbytes, more = nbytes_of(), more_of()
+        if nbytes == more:
+            return _NEVER
+        return int(_NEARLY * (low + (self._limit - nbytes) * (size - low) / (more - nbytes)))
 
 
 def _vocabulary(config: Config) -> int:
