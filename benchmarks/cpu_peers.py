@@ -1,5 +1,7 @@
 """Generation by transformers and llama.cpp with the weights of ours, for `generate.py --peers`.
 
+Beside packed integers of ours are llama.cpp's Q8_0 and Q4_0, which also round the same weights in groups of
+32; transformers has no such on a CPU. bfloat16 and float16 are so on all sides.
 All sides run in turn on the cores of the process, with a prompt and then greedy tokens, one sequence at a
 time. Each is given by its best round, and by its seconds of processors. On a busy machine both measure the
 machine, as threads of peers spin while they wait for each other: `taskset -c 0` leaves a single thread.
@@ -16,12 +18,14 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
+import penstock as ps
 from measuring import Report, installed
 from penstock.models import LanguageModel
 from penstock.models.gguf import LAYER_NAMES, TOP_NAMES
 
 torch, transformers, llama_cpp, gguf = map(installed, ("torch", "transformers", "llama_cpp", "gguf"))
 Tokens = Callable[[list[int], int], Iterator[int]]  # of a prompt, and how many
+KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}  # in gguf
 
 
 def _cores() -> int:
@@ -35,9 +39,9 @@ def ours(model: LanguageModel) -> Tokens:
     return tokens
 
 
-def of_transformers(folder: Path) -> Tokens:
+def of_transformers(folder: Path, dtype: str) -> Tokens:
     torch.set_num_threads(_cores())
-    network = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    network = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
 
     def tokens(ids: list[int], count: int) -> Iterator[int]:
         given, cache = torch.tensor([ids]), None
@@ -70,9 +74,12 @@ def of_llama_cpp(path: Path, context: int) -> Tokens:
     return tokens
 
 
-def write_gguf(model: LanguageModel, path: Path) -> None:
-    """The weights of a Llama as llama.cpp has them: queries and keys in pairs, and no vocabulary."""
-    config = model.config
+def write_gguf(model: LanguageModel, path: Path, kind: str) -> None:
+    """The weights of a Llama as llama.cpp has them: queries and keys in pairs, and no vocabulary.
+
+    Matrices are of a kind of ggml, and vectors are F32.
+    """
+    config, stored = model.config, gguf.GGMLQuantizationType[kind]
     made = gguf.GGUFWriter(path, "llama")
     made.add_block_count(config["num_hidden_layers"])
     made.add_context_length(config["max_position_embeddings"])
@@ -89,15 +96,18 @@ def write_gguf(model: LanguageModel, path: Path) -> None:
     top = {theirs: name for name, theirs in TOP_NAMES.items()}
     layers = {theirs: name for name, theirs in LAYER_NAMES.items()}
     for name, tensor, _ in model.file_weights():
-        array, (place, kind) = tensor.numpy().astype(np.float32), name.rsplit(".", 1)
+        array, (place, part) = tensor.numpy().astype(np.float32), name.rsplit(".", 1)
         if count := heads.get(place.rpartition(".")[2]):
             rows = array.shape[0]
             array = array.reshape(count, 2, rows // count // 2, -1).swapaxes(1, 2).reshape(array.shape)
-        if place.startswith("model.layers."):
+        given = top.get(place)
+        if given is None:
             _, _, number, layer = place.split(".", 3)
-            made.add_tensor(f"blk.{number}.{layers[layer]}.{kind}", np.ascontiguousarray(array))
+            given = f"blk.{number}.{layers[layer]}"
+        if array.ndim == 1:
+            made.add_tensor(f"{given}.{part}", array)
         else:
-            made.add_tensor(f"{top[place]}.{kind}", array)
+            made.add_tensor(f"{given}.{part}", gguf.quantize(array, stored), raw_dtype=stored)
     made.write_header_to_file()
     made.write_kv_data_to_file()
     made.write_tensors_to_file()
@@ -118,18 +128,24 @@ def timed(tokens: Tokens, ids: list[int], count: int) -> tuple[list[int], list[f
     ]
 
 
-def compare(model: LanguageModel, prompt: int, count: int, rounds: int, report: Report) -> None:
-    """All sides that are installed, in turn."""
+def compare(
+    model: LanguageModel, quantized: str, prompt: int, count: int, rounds: int, report: Report
+) -> None:
+    """All sides that are installed, in turn; `quantized`: "int8", "int4" or empty."""
     ids = np.random.default_rng(0).integers(0, model.vocab_size, prompt).tolist()
+    dtype = str(model.head_weight.dtype)
     with TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        model.save(folder / "model")
-        sides = {"penstock": ours(model)}
-        if transformers is not None and torch is not None:
-            sides["transformers"] = of_transformers(folder / "model")
+        folder, peers = Path(temporary), dict[str, Tokens]()
+        if transformers is not None and torch is not None and not quantized:
+            model.save(folder / "model")
+            peers["transformers"] = of_transformers(folder / "model", dtype)
         if llama_cpp is not None:
-            write_gguf(model, folder / "model.gguf")
-            sides["llama.cpp"] = of_llama_cpp(folder / "model.gguf", prompt + count)
+            kind = KINDS[quantized or dtype]
+            write_gguf(model, folder / "model.gguf", kind)
+            peers[f"llama.cpp {kind}"] = of_llama_cpp(folder / "model.gguf", prompt + count)
+        if quantized:
+            ps.quantize(model, quantized)
+        sides = {"penstock": ours(model), **peers}
         made = {name: timed(side, ids, count)[0] for name, side in sides.items()}  # builds programs
         runs: dict[str, list[list[float]]] = {name: [] for name in sides}
         for _ in range(rounds):
@@ -139,7 +155,8 @@ def compare(model: LanguageModel, prompt: int, count: int, rounds: int, report: 
     middle = {
         name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in runs.items()
     }
-    for at, what in enumerate((f"prompt of {prompt}", "token after it")):
+    title = quantized or dtype
+    for at, what in enumerate((f"{title}: prompt of {prompt}", f"{title}: token after it")):
         for name, seconds in best.items():
             same = next(
                 (

@@ -5,6 +5,7 @@
     python benchmarks/generate.py --model tiny --prompt 64 --tokens 32     # on any machine
     python benchmarks/generate.py --device cuda:0 --model llama-1b --requests 256 --slots 32
     python benchmarks/generate.py --model smollm --dtype float32 --prompt 256 --tokens 32 --peers  # on a CPU
+    python benchmarks/generate.py --model smollm --dtype float32 --peers --quantize int8 int4  # Q8_0 and Q4_0
 
 For Llamas, PyTorch runs in turn with it, with the same weights, where it is installed (`torch_llama.py`): a
 static cache, and on CUDA the prompt and each token a replay of a compiled graph. With `--requests`, so many
@@ -190,13 +191,17 @@ def save(results: Report, chosen: argparse.Namespace, torch: str) -> None:
 
 
 def beside_peers(chosen: argparse.Namespace) -> None:
-    report, model = Report(), ps.models.build(SHAPES[chosen.model]).to(chosen.dtype)
-    cpu_peers.compare(model, chosen.prompt, chosen.tokens, chosen.rounds, report)
+    report = Report()
+    for quantized in ("", *chosen.quantize):
+        model = ps.models.build(SHAPES[chosen.model]).to(chosen.dtype)
+        cpu_peers.compare(model, quantized, chosen.prompt, chosen.tokens, chosen.rounds, report)
+        del model
     if chosen.save:
         peers = (cpu_peers.torch, cpu_peers.transformers, cpu_peers.llama_cpp)
         versions = {peer.__name__: peer.__version__ for peer in peers if peer is not None}
         given = f" --model {chosen.model} --dtype {chosen.dtype} --prompt {chosen.prompt} "
         given += f"--tokens {chosen.tokens} --rounds {chosen.rounds} --peers"
+        given += f" --quantize {' '.join(chosen.quantize)}" * bool(chosen.quantize)
         report.save(chosen.save, "generate", ps.default_device(), versions, given)
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator
 from operator import itemgetter
 from pathlib import Path
@@ -542,6 +543,31 @@ def test_small_operations_of_numpy_are_written_where_they_stay(kind: str) -> Non
         operations[5](ps, *there, 0).realize()
     assert not profile.copies()
     device.close()
+
+
+def test_the_list_waits_while_the_cpu_has_work(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, now = executables(device)._ahead, time.perf_counter()
+    assert own is not None
+    x = ps.asarray(values(40, 30), device=device)
+    step = ps.jit(lambda x: x + 1)  # which is built at first, and then only launched
+    step(x)
+    monkeypatch.setattr(ahead, "perf_counter", lambda: now)
+    device.sync()
+    now += 100
+    own._is_quiet()
+    now += 100
+    assert own._is_quiet(), "nothing happened for long"
+    step(x)
+    assert not own._is_quiet()
+    now += 100
+    done = device.driver.is_done
+    monkeypatch.setattr(device.driver, "is_done", lambda event: False)
+    device.stream.commit()
+    assert not own._is_quiet(), "the step takes long"
+    monkeypatch.setattr(device.driver, "is_done", done)
+    device.sync()
+    now += 100
+    assert own._is_quiet()
 
 
 @pytest.fixture

@@ -212,10 +212,11 @@ def test_half_precision_storage(
     check(driver, way, sizes, layouts, ("float16", "float16"))
 
 
-@pytest.mark.parametrize("way", ["gpu", "gpu-few"])
+@pytest.mark.parametrize("way", ["cpu", "gpu", "gpu-few"])
 @pytest.mark.parametrize("layouts", [("rows", "columns"), ("columns", "apart")])
-def test_bfloat16_storage(driver: OpenCLDriver, way: str, layouts: tuple[str, str]) -> None:
-    check(driver, way, (2, 37, 50, 29), layouts, ("bfloat16", "bfloat16"))
+@pytest.mark.parametrize("rows", [1, 3, 37])
+def test_bfloat16_storage(driver: OpenCLDriver, way: str, layouts: tuple[str, str], rows: int) -> None:
+    check(driver, way, (2, rows, 50, 29), layouts, ("bfloat16", "bfloat16"))
 
 
 @pytest.mark.parametrize("way", ["cpu", "gpu"])

@@ -36,7 +36,7 @@ SHAPES = (
     ((101, 103), (211, 107)),
     ((104, 88), (168, 104)),
 )
-_QUIET_SECONDS = 1.0  # since somebody built a program, or gave a GPU work
+_QUIET_SECONDS = 1.0  # since somebody built a program, or the device had work
 _PAUSE_SECONDS = 0.05
 _MOST_WAITING = 64  # kernels that were missing for expressions
 _END = object()
@@ -50,15 +50,12 @@ class Ahead:
         self._device, self._kernels, self._last_built = device, kernels, last_built
         self._wanted: deque[tuple[Future[None], Callable[[], None]]] = deque()  # of expressions
         self._missing: deque[KernelSource] = deque(maxlen=_MOST_WAITING)  # of single operations
-        self._gpu = device.capabilities.vector_width == 1
         self._work: Iterator[None] | None = None if self._is_done() else self._listed()
         self._thread = ThreadPoolExecutor(1, f"penstock {device.name}, ahead")
         self._lock = threading.Lock()
         self._awake = False  # whether a step is under way, or will be
-        self._seen: object = (
-            None  # what was recorded on a GPU when a step last looked, and when that changed:
-        )
-        self._last_used = perf_counter()
+        self._seen: object = None  # what was recorded when a step last looked,
+        self._last_used = perf_counter()  # and when the device last had work
         self._wake()
 
     def compile(self, build: Callable[[], None]) -> Future[None]:
@@ -100,16 +97,18 @@ class Ahead:
         self._wake()
 
     def _is_quiet(self) -> bool:
-        """Whether nobody has built a program for a while, nor given a GPU work.
+        """Whether nobody has built a program for a while, nor given the device work.
 
-        Lowering takes Python's lock from whoever launches: a step of tokens would take several times as long.
+        Lowering takes Python's lock from whoever launches, and compilers take the cores of a CPU: a step of
+        tokens would take several times as long.
         """
-        now = perf_counter()
-        if self._gpu:
-            batch = self._device.stream.compute.opened
-            seen = batch, len(batch.events)
-            if seen != self._seen:
-                self._seen, self._last_used = seen, now
+        now, queue = perf_counter(), self._device.stream.compute
+        batch = queue.opened
+        seen = batch, len(batch.events)
+        with self._device.stream.lock:
+            last = queue.last_submitted
+        if seen != self._seen or (last is not None and not self._device.driver.is_done(last)):
+            self._seen, self._last_used = seen, now
         return now - max(self._last_built(), self._last_used) >= _QUIET_SECONDS
 
     def _compile_wanted(self) -> None:
@@ -130,11 +129,12 @@ class Ahead:
             self._work = None
 
     def _listed(self) -> Iterator[None]:
-        shapes = SHAPES[:1] if self._gpu else SHAPES
+        gpu = self._device.capabilities.vector_width == 1
+        shapes = SHAPES[:1] if gpu else SHAPES
         alike = chain(
             *(zip(operations(*first), operations(*second), strict=True) for first, second in shapes),
             *(zip(integers(*first), integers(*second), strict=True) for first, second in shapes),
-            ahead_gpu.gpu_operations() if self._gpu else ahead_cpu.cpu_operations(),
+            ahead_gpu.gpu_operations() if gpu else ahead_cpu.cpu_operations(),
         )
         for nodes in alike:
             for node in nodes:  # first, so that kernels take all sizes that differ

@@ -11,6 +11,7 @@ from penstock.graph.node import Array, DType, Kind, Node, Primitive, Rounding, S
 from penstock.graph.reducing import BLOCK, expand
 from penstock.graph.shaping import PERMUTE, permute, reshape
 
+FEW_ROWS = 3  # or columns of a product that a CPU computes as dot products
 _PART = 4096  # the longest sum that NumPy's matmul computes; longer sums are added up in parts
 
 
@@ -111,8 +112,16 @@ def _transposed(x: Node) -> Node:
 
 
 def _in_float32(node: Node, capabilities: Capabilities) -> Node | None:
-    """Only libraries multiply bfloat16: generated kernels multiply in float32."""
-    if node.dtype is not bfloat16 or capabilities.matmul_library:
+    """Where no library multiplies bfloat16, many rows are multiplied with a float32 copy of the matrix.
+
+    A CPU reads the matrix of few rows once, and makes it float32 in registers.
+    """
+    right = node.inputs[1]
+    while right.primitive.is_identity and right.value is None:
+        right = right.inputs[0]
+    few = capabilities.vector_width > 1 and min(node.shape[-2:]) <= FEW_ROWS
+    in_place = few and right.primitive is PERMUTE and right.value is None
+    if node.dtype is not bfloat16 or capabilities.matmul_library or in_place:
         return None
     return cast(matmul(*(float32_operand(operand) for operand in node.inputs)), bfloat16)
 

@@ -14,7 +14,7 @@ from penstock.fusion.groups import Group
 from penstock.fusion.kinds import GroupKind
 from penstock.fusion.products import LIBRARY_DTYPES, by_library
 from penstock.graph.attention import has_kernel
-from penstock.graph.dtypes import float16, float32
+from penstock.graph.dtypes import bfloat16, float16, float32
 from penstock.graph.elementwise import FULL
 from penstock.graph.linear import LINEAR
 from penstock.graph.node import Array, Kind, Node
@@ -104,7 +104,8 @@ def fusible(node: Node, capabilities: Capabilities) -> bool:
         if primitive.few_rows:
             return True
         others = LIBRARY_DTYPES if capabilities.matmul_library else ()
-        return node.dtype in (float32, float16, *others)
+        on_cpu = (bfloat16,) if capabilities.vector_width > 1 else ()
+        return node.dtype in (float32, float16, *others, *on_cpu)
     if kind is Kind.ATTENTION:
         return primitive is PROMPT_ATTENTION or has_kernel(node, capabilities)
     if kind is Kind.PAGED_STEP:

@@ -21,7 +21,7 @@ BATCH = Var("batch")  # the index of the matrix
 class Matrix:
     """An operand of the product: the left has M rows and K columns, the right K rows and N columns."""
 
-    memory: Memory  # of float32, float16 or, on a GPU, bfloat16; sums are float32
+    memory: Memory  # of float32, float16 or bfloat16; sums are float32
     base: Expr  # the index of the first item of matrix `BATCH`
     row_stride: int | Digits  # in items
     column_stride: int | Digits

@@ -15,6 +15,7 @@ from math import ceil
 
 from penstock.drivers.driver import Capabilities
 from penstock.fusion.views import Digits
+from penstock.graph.contraction import FEW_ROWS
 from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.ir.expressions import Const, Expr, Operand, Var
 from penstock.kernels.source import KernelSource
@@ -437,7 +438,7 @@ def _transposed(k: KernelBuilder, rows: Sequence[Var]) -> list[Var]:
 def _is_thin(problem: Problem) -> bool:
     """Whether there are so few rows or columns that each item is best computed as a dot product along K."""
     along = problem.left.column_stride == 1 and problem.right.row_stride == 1
-    return along and min(problem.rows, problem.columns) <= 3 and problem.inner >= LANES
+    return along and min(problem.rows, problem.columns) <= FEW_ROWS and problem.inner >= LANES
 
 
 def _thin(k: KernelBuilder, problem: Problem, capabilities: Capabilities, epilogue: Epilogue) -> KernelSource:
