@@ -13,7 +13,7 @@ from conftest import DRIVERS, MEASURED_RATES, SMALL
 
 import penstock as ps
 from penstock import Device, nn, optim
-from penstock.compiler import pipeline
+from penstock.compiler import budget
 from penstock.drivers.description import description_text, read_description
 from penstock.drivers.driver import Cost
 from penstock.drivers.rates import StepRates
@@ -286,8 +286,8 @@ def test_smaller_budgets_are_planned_when_they_are_asked_for(
     card = tmp_path / "card.toml"
     card.write_text(CARD)
     asked: list[object] = []
-    real = pipeline.frontier
-    monkeypatch.setattr(pipeline, "frontier", lambda *args: asked.append(args) or real(*args))
+    real = budget.Ways.frontier
+    monkeypatch.setattr(budget.Ways, "frontier", lambda ways: asked.append(ways) or real(ways))
     plan = planned(card, 8)
     assert plan.unlimited_bytes > 0
     assert not asked
