@@ -37,8 +37,13 @@ def folded(parts: np.ndarray, combine: Callable[..., np.ndarray]) -> np.ndarray:
 def in_turn(values: np.ndarray, combine: Callable[..., np.ndarray], start: float) -> np.ndarray:
     total = np.full(values.shape[1:], start, np.float32)
     for value in values:
-        total = combine(total, value)
+        total = accumulated(combine, total, value)
     return total
+
+
+def accumulated(combine: Callable[..., np.ndarray], total: np.ndarray, value: np.ndarray) -> np.ndarray:
+    """A total with one more value: of zeros of both signs, the total's counts."""
+    return combine(value, total) if combine is maximum else combine(total, value)
 
 
 def of_row(row: np.ndarray, combine: Callable[..., np.ndarray], start: float, blocks: bool) -> np.ndarray:
@@ -62,7 +67,7 @@ def of_row(row: np.ndarray, combine: Callable[..., np.ndarray], start: float, bl
     lanes = wide[0] if len(wide) == 1 else combine(*wide)
     while len(lanes) > 1:
         lanes = combine(lanes[: len(lanes) // 2], lanes[len(lanes) // 2 :])
-    return combine(tail, lanes[0]) if vectors < len(row) else lanes[0]
+    return accumulated(combine, tail, lanes[0]) if vectors < len(row) else lanes[0]
 
 
 def maximum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
