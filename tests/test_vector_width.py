@@ -113,6 +113,7 @@ def test_the_width_of_vectors_changes_no_bit(devices: list[Device], name: str) -
 
 
 @pytest.mark.skipif(not pocl_cpu.has_avx512(), reason="compilers for other CPUs may lack wider functions")
+@pytest.mark.slow("both transposed", "batches")
 @pytest.mark.parametrize("name", OPERANDS)
 def test_products_add_in_the_same_order_in_vectors_of_any_width(devices: list[Device], name: str) -> None:
     for sizes in PRODUCTS if name == "rows" else FEWER:
@@ -126,6 +127,7 @@ def test_products_add_in_the_same_order_in_vectors_of_any_width(devices: list[De
 
 
 @pytest.mark.skipif(not pocl_cpu.has_avx512(), reason="compilers for other CPUs may lack wider functions")
+@pytest.mark.slow("bias", "halves")
 @pytest.mark.parametrize("name", EPILOGUES)
 def test_epilogues_of_products_have_the_same_bits(devices: list[Device], name: str) -> None:
     for sizes in FEWER:
