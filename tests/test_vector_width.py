@@ -26,6 +26,41 @@ WIDTHS = (8, 16)  # those of AVX2 and of AVX-512
 # With and without what remains after vectors, on rows that are short, many and long.
 SHAPES = [(3, 5), (6, 8), (4, 24), (40, 48), (7, 67), (5, 128), (9, 143), (33, 200), (2, 4500)]
 
+# Rows, steps and columns of products: with and without a remainder after micro-tiles of each width, few rows,
+# and steps that are added up in blocks.
+PRODUCTS = [
+    *((7, 19, columns) for columns in (1, 5, 8, 15, 16, 17, 23, 24, 31, 32, 33, 40, 47, 48, 56, 100)),
+    *((rows, 40, 72) for rows in (1, 2, 3, 8, 12, 13, 25, 77)),
+    *((2, 4100, 72), (9, 2100, 40), (13, 2100, 56), (33, 1100, 90), (60, 700, 130)),
+]
+FEWER = PRODUCTS[4::3]  # of them
+Operands = tuple[ps.Tensor, ps.Tensor]
+
+
+def _halves(x: ps.Tensor, y: ps.Tensor) -> Operands:
+    return x.astype(ps.float16), y.astype(ps.float16)
+
+
+OPERANDS: dict[str, Callable[[ps.Tensor, ps.Tensor], Operands]] = {
+    "rows": lambda x, y: (x, y),
+    "a transposed left side": lambda x, y: (ps.reshape(x, x.shape[::-1]).T, y),
+    "a transposed right side": lambda x, y: (x, ps.reshape(y, y.shape[::-1]).T),
+    "both transposed": lambda x, y: (ps.reshape(x, x.shape[::-1]).T, ps.reshape(y, y.shape[::-1]).T),
+    "halves": _halves,
+    "batches": lambda x, y: (ps.stack([x, -x, x * 2]), ps.stack([y, y + 1, -y])),
+}
+EPILOGUES: dict[str, Callable[[ps.Tensor], ps.Tensor]] = {
+    "bias": lambda product: product + product.shape[-1] * 0.1,
+    "gelu": lambda product: nn.functional.gelu(product, "tanh"),
+    "halves": lambda product: (product * 2).astype(ps.float16),
+    "heads": lambda product: ps.permute_dims(ps.reshape(product, (product.shape[0], -1, 8)), (1, 0, 2)) * 2,
+}
+# Channels, sizes of images, and the sizes and strides of windows.
+CONVOLUTIONS = [
+    *((4, 20, size, 3, 1, 1) for size in (5, 8, 12, 16, 24, 32)),
+    *((3, 150, 16, 3, 1, 1), (8, 12, 32, 5, 2, 2), (16, 16, 16, 1, 1, 0)),
+]
+
 EXPRESSIONS: dict[str, Callable[[ps.Tensor], ps.Tensor]] = {
     "sum": ps.sum,
     "rows": lambda x: ps.sum(x, axis=1),
@@ -75,6 +110,85 @@ def test_the_width_of_vectors_changes_no_bit(devices: list[Device], name: str) -
         values[0, :3] = np.nan, -0.0, np.inf
         results = [EXPRESSIONS[name](ps.asarray(values, device=device)).numpy() for device in devices]
         assert _bits(results[0]) == _bits(results[1]), f"{shape}: {results[0]} and {results[1]}"
+
+
+@pytest.mark.skipif(not pocl_cpu.has_avx512(), reason="compilers for other CPUs may lack wider functions")
+@pytest.mark.slow("both transposed", "batches")
+@pytest.mark.parametrize("name", OPERANDS)
+def test_products_add_in_the_same_order_in_vectors_of_any_width(devices: list[Device], name: str) -> None:
+    for sizes in PRODUCTS if name == "rows" else FEWER:
+        operands = _operands(sizes)
+
+        def product(x: ps.Tensor, y: ps.Tensor) -> ps.Tensor:
+            left, right = OPERANDS[name](x, y)
+            return left @ right
+
+        _check_same(devices, product, operands, f"{sizes}")
+
+
+@pytest.mark.skipif(not pocl_cpu.has_avx512(), reason="compilers for other CPUs may lack wider functions")
+@pytest.mark.slow("bias", "halves")
+@pytest.mark.parametrize("name", EPILOGUES)
+def test_epilogues_of_products_have_the_same_bits(devices: list[Device], name: str) -> None:
+    for sizes in FEWER:
+        rows, steps, columns = sizes
+        columns = -(-columns // 8) * 8 if name == "heads" else columns
+        operands = _operands((rows, steps, columns))
+        _check_same(devices, lambda x, y: EPILOGUES[name](x @ y), operands, f"{sizes}")
+
+
+@pytest.mark.skipif(not pocl_cpu.has_avx512(), reason="compilers for other CPUs may lack wider functions")
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+def test_convolutions_and_their_gradients_have_the_same_bits(
+    devices: list[Device], case: tuple[int, int, int, int, int, int]
+) -> None:
+    before, after, size, window, stride, padding = case
+    rng = np.random.default_rng(0)
+    shapes = (2, before, size, size), (after, before, window, window)
+    images, weight = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+
+    def convolved(x: ps.Tensor, w: ps.Tensor) -> ps.Tensor:
+        return nn.functional.conv2d(x, w, stride=stride, padding=padding)
+
+    def loss(x: ps.Tensor, w: ps.Tensor) -> ps.Tensor:
+        return ps.sum(ps.tanh(convolved(x, w)))
+
+    for function in (convolved, ps.grad(loss, argnums=0), ps.grad(loss, argnums=1)):
+        _check_same(devices, function, (images, weight), f"{case}")
+
+
+@pytest.mark.skipif(not pocl_cpu.has_avx512(), reason="compilers for other CPUs may lack wider functions")
+@pytest.mark.parametrize(("rows", "columns"), [(4, 140), (8, 144), (13, 133), (40, 200)])
+def test_panels_of_any_width_have_the_same_bits(devices: list[Device], rows: int, columns: int) -> None:
+    rng = np.random.default_rng(0)
+    steps, weight = (
+        rng.standard_normal(shape).astype(np.float32) for shape in ((5, rows, 700), (columns, 700))
+    )
+
+    def each(steps: ps.Tensor, weight: ps.Tensor) -> ps.Tensor:
+        return ps.stack([ps.tanh((steps[step] * 2.0) @ weight.T) for step in range(5)])
+
+    _check_same(devices, each, (steps, weight), "")
+
+
+def _operands(sizes: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(sum(sizes))
+    rows, steps, columns = sizes
+    left, right = (
+        rng.standard_normal(shape).astype(np.float32) for shape in ((rows, steps), (steps, columns))
+    )
+    left[-1, -1], right[0, -1] = np.inf, -0.0
+    return left, right
+
+
+def _check_same(
+    devices: list[Device], function: Callable[..., ps.Tensor], arrays: tuple[np.ndarray, ...], what: str
+) -> None:
+    results = [
+        ps.jit(function)(*(ps.asarray(array, device=device) for array in arrays)).numpy()
+        for device in devices
+    ]
+    assert _bits(results[0]) == _bits(results[1]), f"{what}: {results[0]} and {results[1]}"
 
 
 def _bits(result: np.ndarray) -> bytes:

@@ -23,7 +23,8 @@ _LONGEST = 1024  # steps along K that are added up one after another, wherever t
 _LEAST = 1 << 14  # items of a matrix that each product would transpose,
 _LEAST_ROWS = 1 << 17  # and of one that is read as it is: it should not stay in a cache
 _LOCAL_BYTES = 1 << 18  # of a device; with less, the order of sums depends on how products are tiled
-_MICRO_TILES = ((4, 24), (6, 16))  # rows and columns of sums that fit into registers
+_MICRO_TILES = ((4, 24), (6, 16))  # rows and columns of sums that fit into registers,
+_WIDE_MICRO_TILES = ((8, 48), (12, 32))  # and into those of 16 items
 
 
 def lay_out_panels(outputs: Sequence[Node], capabilities: Capabilities) -> list[Node]:
@@ -43,7 +44,7 @@ def lay_out_panels(outputs: Sequence[Node], capabilities: Capabilities) -> list[
         inputs = [new[parent] for parent in node.inputs]
         if _may_read_panels(node) and readers[right := node.inputs[1]] >= _FEWEST:
             if right not in laid_out:
-                laid_out[right] = in_panels(inputs[1], _width(node.shape[0]))
+                laid_out[right] = in_panels(inputs[1], _width(node.shape[0], capabilities))
             inputs[1] = laid_out[right]
         new[node] = node.on(tuple(inputs))
     return [new[node] for node in outputs]
@@ -70,6 +71,7 @@ def _in_rows(operand: Node) -> bool:
     return in_place is not None and in_place[1].factor("j") == 1
 
 
-def _width(rows: int) -> int:
+def _width(rows: int, capabilities: Capabilities) -> int:
     """The columns of the panels that suit products of so many rows."""
-    return min(_MICRO_TILES, key=lambda tile: ceil(rows / tile[0]) * tile[0])[1]
+    micro_tiles = _WIDE_MICRO_TILES if capabilities.vector_width >= 16 else _MICRO_TILES
+    return min(micro_tiles, key=lambda tile: ceil(rows / tile[0]) * tile[0])[1]

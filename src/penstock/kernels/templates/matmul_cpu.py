@@ -26,6 +26,7 @@ from penstock.kernels.templates.matmul_shared import serves, shared_matmul
 from penstock.kernels.templates.matmul_tiling import LANES, Tiling, reads_windows, tiling
 
 _CHAINS = 4  # independent sums in a product of few rows or columns, so that none waits for another
+_ALIGNED = 16  # items of a cache line, which no vector of packed panels and sums should cross
 _SPAN = 128 * _CHAINS * LANES  # steps along K of such a product, before their sum is added to the total
 
 
@@ -59,11 +60,12 @@ class _Panel:
     memory: Memory  # from the first item on
     stride: int  # from line to line
     k_stride: int
+    lanes: int  # of a vector of lines
 
     def parts(self, k: KernelBuilder, step: Expr) -> Iterator[tuple[Memory, Expr]]:
         """For each vector of lines of a step, the memory that it is in, and its index there."""
         for vector in itertools.count():
-            yield self.memory, step * self.k_stride + vector * LANES
+            yield self.memory, step * self.k_stride + vector * self.lanes
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,11 @@ class _Side:
         strides = self.matrix.row_stride, self.matrix.column_stride
         self.stride, self.k_stride = strides if is_left else strides[::-1]
         self.is_packed = plan.pack_left if is_left else plan.pack_right
-        self.lines = plan.rows if is_left else plan.vectors * LANES
+        self.lines = plan.micro_tile.rows if is_left else plan.micro_tile.columns
+        self.lanes = plan.micro_tile.lanes
         self.count = ceil(self.length / self.lines)  # of panels
         self.across = ceil(self.lines / LANES) * LANES  # a panel's lines, in whole vectors
-        self.in_windows = not is_left and reads_windows(problem, self.lines)
+        self.in_windows = not is_left and reads_windows(problem, plan.micro_tile)
         self._choose_packing(ceil(problem.inner / plan.depth_blocks), problem.inner // plan.depth_blocks)
 
     def _choose_packing(self, deepest: int, shallowest: int) -> None:
@@ -249,7 +252,7 @@ class _Side:
 
     def windows(self, first: Expr, at_step: Callable[[Expr], Expr]) -> _Windows:
         """A panel that is read in place, by its first line."""
-        k, matrix, lanes = self.k, self.matrix, range(0, self.lines, LANES)
+        k, matrix, lanes = self.k, self.matrix, range(0, self.lines, self.lanes)
         begins = [matrix.base + offset(first + lane, self.stride) for lane in lanes]
         lines = [k.pointer(f"right{i}_lines", matrix.memory, begin) for i, begin in enumerate(begins)]
         return _Windows(tuple(lines), at_step)
@@ -261,11 +264,12 @@ class _Side:
             begin = self._index(first, block.begin)
             assert isinstance(self.stride, int)
             assert isinstance(self.k_stride, int)
-            return _Panel(k.pointer(name, self.matrix.memory, begin), self.stride, self.k_stride)
+            return _Panel(k.pointer(name, self.matrix.memory, begin), self.stride, self.k_stride, self.lanes)
         begin = number * self.panel_size
         if self.order == "lines" and self.lines < self.across:
             begin = begin + first - self._inside(first, self.across)
-        return _Panel(k.pointer(name, self.panels, begin), self.packed_stride, self.packed_k_stride)
+        memory = k.pointer(name, self.panels, begin)
+        return _Panel(memory, self.packed_stride, self.packed_k_stride, self.lanes)
 
 
 class _TiledProduct:
@@ -281,7 +285,7 @@ class _TiledProduct:
         self.k, self.problem, self.plan = k, problem, plan
         self.epilogue, self.epilogue_width = epilogue, epilogue_width
         self.left, self.right = (_Side(k, problem, plan, is_left) for is_left in (True, False))
-        self.micro_tile = self.left.lines * self.right.lines  # items
+        self.items = self.left.lines * self.right.lines  # of a micro-tile
         self.widest_tile = ceil(self.right.count / plan.column_tiles)  # in panels
         self.has_spans = 1 < plan.span < plan.depth_blocks
 
@@ -312,9 +316,9 @@ class _TiledProduct:
         plan, varied = self.plan, self.problem.varied
         panels = ceil(self.left.count / plan.row_tiles) * self.widest_tile if plan.depth_blocks > 1 else 1
         most = plan.floats * 3 // 8 // (2 if self.has_spans else 1)
-        self.sums = _array(self.k, "sums", panels * self.micro_tile, most, varied)
+        self.sums = _array(self.k, "sums", panels * self.items, most, varied)
         if self.has_spans:
-            self.span_sums = _array(self.k, "span_sums", panels * self.micro_tile, most, varied)
+            self.span_sums = _array(self.k, "span_sums", panels * self.items, most, varied)
         self.right.declare(self.widest_tile, plan.floats // 2)
         self.left.declare(plan.chunk, plan.floats // 10)
 
@@ -342,7 +346,7 @@ class _TiledProduct:
         ):
             across = column_panel - columns[0]
             kept = (row_panel - top) * self.widest_tile + across if last else 0
-            slot = k.let("slot", kept * self.micro_tile)
+            slot = k.let("slot", kept * self.items)
             left = self.left.panel(block, row_panel - rows[0], first_row)
             right: _Panel | _Windows
             if self.right.in_windows:
@@ -356,7 +360,7 @@ class _TiledProduct:
                     self._add_to_sums(number, slot, sums)
                 with k.otherwise():
                     for i, value in enumerate(sums):
-                        k.store(self.span_sums, slot + i * LANES, value)
+                        k.store(self.span_sums, slot + i * plan.micro_tile.lanes, value)
             else:
                 self._add_to_sums(number, slot, sums)
             with k.when(done) if last else nullcontext():
@@ -366,35 +370,36 @@ class _TiledProduct:
         self, block: _DepthBlock, slot: Expr, left: _Panel, right: _Panel | _Windows
     ) -> list[Var]:
         """The sums of a micro-tile over a block of K, in vectors, row by row."""
-        k, plan = self.k, self.plan
+        k, plan, tile = self.k, self.plan, self.plan.micro_tile
         started, kept = block.number, self.sums
         if self.has_spans:
             started, kept = block.number % plan.span, self.span_sums
         sums = []
-        for i in range(plan.rows * plan.vectors):
-            start = k.identity("sum", "float32", LANES)
+        for i in range(tile.rows * tile.vectors):
+            start = k.identity("sum", "float32", tile.lanes)
             if plan.span > 1:
-                start = k.select(started.ne(0), k.load_vector(kept, slot + i * LANES, LANES), start)
+                before = k.load_vector(kept, slot + i * tile.lanes, tile.lanes)
+                start = k.select(started.ne(0), before, start)
             sums.append(k.variable(f"sum{i}", start))
         micro_kernel(
             k,
             block.depth,
             sums,
             lambda step: [
-                (left.memory, step * left.k_stride + Const(row) * left.stride) for row in range(plan.rows)
+                (left.memory, step * left.k_stride + Const(row) * left.stride) for row in range(tile.rows)
             ],
-            lambda step: [*islice(right.parts(k, step), plan.vectors)],
+            lambda step: [*islice(right.parts(k, step), tile.vectors)],
         )
         return sums
 
     def _add_to_sums(self, number: Expr, slot: Expr, sums: list[Var]) -> None:
         """Add sums to those of the previous spans of K."""
-        k, span = self.k, self.plan.span
+        k, span, lanes = self.k, self.plan.span, self.plan.micro_tile.lanes
         for i, total in enumerate(sums):
-            index = slot + i * LANES
+            index = slot + i * lanes
             value: Expr = total
             if span < self.plan.depth_blocks:
-                before = k.load_vector(self.sums, index, LANES)
+                before = k.load_vector(self.sums, index, lanes)
                 value = k.select(number >= span, before + total, total)
             k.store(self.sums, index, value)
 
@@ -402,7 +407,7 @@ class _TiledProduct:
         """The epilogue of the items of a micro-tile that no other micro-tile has."""
         k, columns, width = self.k, self.problem.columns, self.right.lines
         end = k.let("column_end", minimum(column + width, columns))
-        with k.loop("r", row - first_row, self.plan.rows) as r:
+        with k.loop("r", row - first_row, self.left.lines) as r:
             item_row = k.let("item_row", first_row + r)
             line = k.pointer("line", self.sums, slot + r * width - first_column)  # from column 0 on
             finish_row(k, self.epilogue, self.epilogue_width, item_row, line, (column, end, columns))
@@ -412,7 +417,7 @@ def _array(k: KernelBuilder, name: str, floats: int, most: int, varied: bool) ->
     """Local memory; where sizes vary, with more room than needed, up to `most` floats."""
     if varied:
         floats = max(floats, min(1 << (floats - 1).bit_length(), most))
-    return k.shared(name, "float32", ceil(floats / LANES) * LANES, width=LANES)
+    return k.shared(name, "float32", ceil(floats / LANES) * LANES, width=_ALIGNED)
 
 
 def _in_runs(stride: int | Digits) -> bool:

@@ -14,11 +14,12 @@ Items = Callable[[Expr], Sequence[tuple[Memory, Expr]]]  # of a step along K: me
 
 def micro_kernel(k: KernelBuilder, depth: Expr, sums: Sequence[Var], lefts: Items, rights: Items) -> None:
     """Add the products of single items of the left side by vectors of the right side to sums, row by row."""
+    lanes = sums[0].type.width
     with k.loop("step", 0, depth) as step:
-        loads = [k.load_vector(memory, at, LANES) for memory, at in rights(step)]
+        loads = [k.load_vector(memory, at, lanes) for memory, at in rights(step)]
         vectors = [k.let(f"right{i}", load) for i, load in enumerate(loads)]
         for row, (memory, at) in enumerate(lefts(step)):
-            factor = k.let(f"left{row}", k.broadcast(k.load(memory, at), LANES))
+            factor = k.let(f"left{row}", k.broadcast(k.load(memory, at), lanes))
             for i, vector in enumerate(vectors):
                 k.multiply_add(sums[row * len(vectors) + i], factor, vector)
 

@@ -15,7 +15,7 @@ from penstock.kernels.ir.expressions import Const
 from penstock.kernels.source import KernelSource
 from penstock.kernels.templates.matmul import BATCH, Epilogue, Problem, offset
 from penstock.kernels.templates.matmul_micro import finish_row, micro_kernel, minimum, share
-from penstock.kernels.templates.matmul_tiling import CACHE_BYTES, LANES, SUMS
+from penstock.kernels.templates.matmul_tiling import CACHE_BYTES, most_lanes, most_sums
 
 
 def panel_matmul(
@@ -23,14 +23,14 @@ def panel_matmul(
 ) -> KernelSource:
     """The kernel of a product with panels. The epilogue takes `width` neighbours at a time."""
     left, right = problem.left, problem.right
-    across = right.panel_width
-    vectors = across // LANES
-    rows = min(problem.rows, SUMS // vectors)  # of a micro-tile
+    across, lanes = right.panel_width, most_lanes(capabilities)
+    vectors = across // lanes
+    rows = min(problem.rows, most_sums(lanes) // vectors)  # of a micro-tile
     panels = ceil(problem.columns / across)
     room = min(CACHE_BYTES, capabilities.local_bytes) // 8 // (problem.rows * across)  # for sums, in panels
     tiles = min(panels, max(capabilities.compute_units, ceil(panels / room)))
     widest = ceil(panels / tiles) * across
-    sums = k.shared("sums", "float32", problem.rows * widest, width=LANES)
+    sums = k.shared("sums", "float32", problem.rows * widest, width=lanes)
     k.let(BATCH.name, Const(0))
     begin, end = share(k, "panels", k.group(), panels, tiles)
     first = k.let("first_column", begin * across)
@@ -39,17 +39,17 @@ def panel_matmul(
         row = k.let("row", minimum(row_panel, problem.rows - rows))  # the last panel begins early
         lefts = k.pointer("left", left.memory, left.index(row, 0))
         rights = k.pointer("right", right.memory, right.index(0, column))
-        totals = [k.variable(f"sum{i}", k.identity("sum", "float32", LANES)) for i in range(rows * vectors)]
+        totals = [k.variable(f"sum{i}", k.identity("sum", "float32", lanes)) for i in range(rows * vectors)]
         micro_kernel(
             k,
             Const(problem.inner),
             totals,
             lambda step: [(lefts, step + offset(i, left.row_stride)) for i in range(rows)],
-            lambda step: [(rights, step * across + i * LANES) for i in range(vectors)],
+            lambda step: [(rights, step * across + i * lanes) for i in range(vectors)],
         )
         place = k.let("place", row * widest + (column - first))
         for i, total in enumerate(totals):
-            k.store(sums, place + (i // vectors * widest + i % vectors * LANES), total)
+            k.store(sums, place + (i // vectors * widest + i % vectors * lanes), total)
     last = k.let("column_end", minimum(end * across, problem.columns))
     with k.loop("item_row", 0, problem.rows) as item_row:
         line = k.pointer("line", sums, item_row * widest - first)  # from column 0 on
