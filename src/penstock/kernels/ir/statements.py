@@ -342,7 +342,7 @@ class Function:
 
     name: str
     kernel: KernelIR
-    linkage: str  # DEVICE: inlined; CALLED: not inlined; static: as the compiler likes
+    linkage: str  # DEVICE: inlined; CALLED: not inlined; PIECE: as the compiler likes
     private: bool = False  # run by one thread: its local arrays are private, and not parameters
 
 
