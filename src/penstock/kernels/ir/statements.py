@@ -198,6 +198,13 @@ class Pointer(Statement):
     otherwise: str = ""
 
 
+class Prefetch(Statement):
+    """Begins to read an item of a buffer into a CPU's cache; the index may be out of range."""
+
+    buffer: str
+    index: Expr
+
+
 class UniformLoad(Statement):
     """`name` is an item of a local array, read after a barrier, so it is uniform over the workgroup."""
 
