@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from conftest import NATIVE
 from test_graph import at
+from test_quantize import assert_product, drawn, product
 
 import penstock as ps
 from penstock import Device, nn
@@ -25,6 +26,8 @@ from penstock.kernels.lower import fusible, write
 WIDTHS = (8, 16)  # those of AVX2 and of AVX-512
 # With and without what remains after vectors, on rows that are short, many and long.
 SHAPES = [(3, 5), (6, 8), (4, 24), (40, 48), (7, 67), (5, 128), (9, 143), (33, 200), (2, 4500)]
+# Rows, features, inputs, bits and integers with a scale of packed products.
+PACKED = [(1, 7, 32, 4, 32), (3, 5, 480, 4, 32), (9, 3, 576, 4, 64), (2, 9, 96, 8, 32), (16, 6, 448, 8, 64)]
 
 # Rows, steps and columns of products: with and without a remainder after micro-tiles of each width, few rows,
 # and steps that are added up in blocks.
@@ -194,6 +197,27 @@ def _check_same(
 def _bits(result: np.ndarray) -> bytes:
     """The bytes of a result, in which all NaNs are alike."""
     return np.where(result == result, result, np.nan).astype(result.dtype).tobytes()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("local_bytes", [1 << 10, 1 << 13, 1 << 20])
+def test_packed_products_have_vectors_of_every_width(width: int, local_bytes: int) -> None:
+    """Whatever remains of a row after vectors, and however few rows fit into local memory."""
+    driver = OpenCLDriver(NATIVE, "opencl-packed")
+    driver.capabilities = replace(driver.capabilities, vector_width=width, local_bytes=local_bytes)
+    device = Device.over(driver, Settings(force_kernels=True, compile_ahead=False))
+    try:
+        for rows, columns, inner, bits, group in PACKED:
+            packed = drawn(columns, inner, bits, group, rows, "float32")
+            given = np.random.default_rng(rows).normal(size=(rows, inner))
+            result, x = product(given, packed, bits, "float32", device)
+            assert_product(result, x, packed, bits, "float32")
+            in_place = 5 * inner <= local_bytes  # or the matrix is unpacked
+            for row in range(rows if in_place else 0):  # whose bits do not depend on the others
+                alone, _ = product(given[row : row + 1], packed, bits, "float32", device)
+                assert result[row].tobytes() == alone.tobytes()
+    finally:
+        device.close()
 
 
 @pytest.mark.parametrize("width", WIDTHS)

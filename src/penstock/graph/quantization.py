@@ -120,7 +120,10 @@ def _many_rows(node: Node, capabilities: Capabilities) -> Node | None:
     """A product with the unpacked matrix in memory."""
     x, words, scales = node.inputs
     few = 0 < x.shape[0] <= (MOST_TENSOR_ROWS if on_tensor_cores(node, capabilities) else MOST_ROWS)
-    if not capabilities.compiles or (few and x.dtype in _KERNEL_DTYPES and scales.dtype in _KERNEL_DTYPES):
+    # A CPU lays a row out in local memory, and with up to four items one more.
+    fits = capabilities.vector_width == 1 or 5 * x.shape[1] <= capabilities.local_bytes
+    in_dtypes = x.dtype in _KERNEL_DTYPES and scales.dtype in _KERNEL_DTYPES
+    if not capabilities.compiles or (few and fits and in_dtypes):
         return None
     return matmul(x, permute(unpacked(words, scales, x.shape[1], x.dtype), (1, 0)))
 

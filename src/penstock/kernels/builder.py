@@ -167,6 +167,10 @@ class KernelBuilder:
         """Wait for the launches before, after reads of no buffers but these; see `WaitForEarlier`."""
         self._add(ir.WaitForEarlier(tuple(memory.name for memory in ahead)))
 
+    def prefetch(self, memory: Memory, index: ir.Operand) -> None:
+        """Begin to read an item into a CPU's cache; the index may be out of range."""
+        self._add(ir.Prefetch(memory.name, ir.integer(index)))
+
     def copy_ahead(
         self, array: Memory, index: ir.Operand, buffer: Memory, start: ir.Operand, mask: ir.Expr | None = None
     ) -> None:

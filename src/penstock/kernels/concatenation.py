@@ -222,7 +222,7 @@ def _concatenated(run: MergedCalls, arenas: Container[int], dialect: Dialect) ->
     """Merged calls: a thread makes them in order, each for one workgroup after the other."""
     if run.takes_sizes:
         return _with_sizes(run, arenas, dialect)
-    kernel = ir.KernelIR(functions=run.functions("static", private=True))
+    kernel = ir.KernelIR(functions=run.functions("PIECE", private=True))
     for turns in run.repetitions():
         body: list[ir.Statement] = []
         for call, *others in zip(*turns, strict=True):
@@ -259,7 +259,7 @@ def _with_sizes(run: MergedCalls, arenas: Container[int], dialect: Dialect) -> C
         body.append(_each_group(run, call, groups, arguments))
         slots = [slot for slot, _ in call.locations]
         identity.append((call.source.name, slots, groups, arguments, call.constants))
-    kernel = ir.KernelIR(functions=run.functions("static", private=True), body=body, sizes=len(sizes))
+    kernel = ir.KernelIR(functions=run.functions("PIECE", private=True), body=body, sizes=len(sizes))
     return run.as_one(kernel, f"chain_{digest(repr(identity))}", dialect, sizes)
 
 

@@ -26,7 +26,8 @@ from penstock.kernels.templates.matmul import BATCH, Epilogue, Matrix, Problem, 
 from penstock.kernels.templates.matmul_cpu import cpu_matmul
 from penstock.kernels.templates.matmul_gpu import gpu_matmul, gpu_width
 from penstock.kernels.templates.matmul_tiling import LANES
-from penstock.kernels.templates.packed_matmul import PACKED_FEATURES, PackedProblem, cpu_packed, gpu_packed
+from penstock.kernels.templates.packed_cpu import cpu_packed
+from penstock.kernels.templates.packed_matmul import PACKED_FEATURES, PackedProblem, gpu_packed
 from penstock.kernels.templates.packed_ring import divided as divided_packed
 from penstock.kernels.templates.packed_ring import packed_ring
 from penstock.kernels.templates.packed_tiles import MOST_ROWS, Epilogues, tensor_packed

@@ -34,6 +34,9 @@ class VectorPrinter(CPrinter):
                 if condition is None:
                     return [f"{target} = {place};"]
                 return [f"{target} = {self.expr(condition)} ? {place} : {otherwise};"]
+            case ir.Prefetch(buffer, index):
+                # Its argument is of no address space.
+                return [f"__builtin_prefetch((const void *)(size_t)({buffer} + {self.addend(index)}));"]
             case _:
                 return super().special(statement)
 

@@ -16,6 +16,11 @@ _PRELUDE = """
 #define CONSTANT __constant
 #define DEVICE static inline
 #define CALLED static inline
+#ifdef __AVX512F__  // or LLVM divides vectors of 512 bits, where it does not inline a function
+#define PIECE static __attribute__((min_vector_width(512)))
+#else
+#define PIECE static
+#endif
 #define RESTRICT restrict
 #define BARRIER barrier(CLK_LOCAL_MEM_FENCE)
 #define DEVICE_BARRIER barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE)

@@ -198,6 +198,13 @@ class Pointer(Statement):
     otherwise: str = ""
 
 
+class Prefetch(Statement):
+    """Begins to read an item of a buffer into a CPU's cache; the index may be out of range."""
+
+    buffer: str
+    index: Expr
+
+
 class UniformLoad(Statement):
     """`name` is an item of a local array, read after a barrier, so it is uniform over the workgroup."""
 
@@ -342,7 +349,7 @@ class Function:
 
     name: str
     kernel: KernelIR
-    linkage: str  # DEVICE: inlined; CALLED: not inlined; static: as the compiler likes
+    linkage: str  # DEVICE: inlined; CALLED: not inlined; PIECE: as the compiler likes
     private: bool = False  # run by one thread: its local arrays are private, and not parameters
 
 

@@ -21,9 +21,7 @@ from penstock.graph.quantization import SHIFTS, WORD_BITS
 from penstock.kernels import ir
 from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.source import KernelSource
-from penstock.kernels.templates.launches import Tasks
 from penstock.kernels.templates.matmul import Epilogue
-from penstock.kernels.templates.matmul_tiling import LANES
 
 # Of a GPU.
 _FEATURES = {1: 16, 2: 8, 4: 8, 8: 4}  # of a workgroup at most, by its rows at most: sums are in registers
@@ -37,10 +35,6 @@ _OFFSET = 1.5  # what stands for 0
 PACKED_FEATURES = (
     32  # of a workgroup at most, of all kinds of kernels; theirs begin at a multiple of their number
 )
-
-# Of a CPU.
-_CPU_SUMS = 8  # vectors that are added to at a time
-_HIGHEST = 28  # the shift of the integer of 4 bits that has a word's highest bit
 
 
 @dataclass(frozen=True)
@@ -217,109 +211,3 @@ def _finish(
             inside = inside & (top + row < problem.rows)
         with k.when(inside):
             k.splice(epilogue(top + row, column, whole))
-
-
-def cpu_packed(
-    k: KernelBuilder, problem: PackedProblem, capabilities: Capabilities, epilogue: Epilogue
-) -> KernelSource:
-    """A task computes some features of all rows, some rows at a time."""
-    rows = min(problem.rows, _CPU_SUMS)
-    features = min(problem.columns, _CPU_SUMS // rows)
-    tasks = Tasks(ceil(problem.columns / features), capabilities)
-    with tasks.each(k) as task:
-        columns = [
-            clamped(k, f"column{feature}", task * features + feature, problem.columns)
-            for feature in range(features)
-        ]
-        with k.loop("top", 0, problem.rows, rows) as top:
-            lines = [clamped(k, f"line{row}", top + row, problem.rows) for row in range(rows)]
-            totals = _cpu_totals(k, problem, columns, lines)
-            for (feature, row), total in totals.items():
-                whole = k.block_reduce(f"whole{feature}_{row}", "sum", total, 1, 1)
-                column = task * features + feature
-                with k.when((column < problem.columns) & (top + row < problem.rows)):
-                    k.splice(epilogue(lines[row], columns[feature], whole))
-    return k.source(tasks.grid, tasks.group)
-
-
-def _cpu_totals(
-    k: KernelBuilder, problem: PackedProblem, columns: Sequence[ir.Var], lines: Sequence[ir.Var]
-) -> dict[tuple[int, int], ir.Var]:
-    """Vectors whose lanes add up to the items of the product, by feature and row."""
-    slots = [(feature, row) for feature in range(len(columns)) for row in range(len(lines))]
-    zero, inner, group = k.identity("sum", "float32", LANES), problem.inner, problem.group
-    # Then what would be done to each integer is done to the items of a row.
-    in_place = problem.bits == 4 and len(lines) <= len(columns)
-    integers = _in_place if in_place else _integers
-    totals = {slot: k.variable("total{}_{}".format(*slot), zero) for slot in slots}
-    with k.loop("number", 0, inner // group) as number:
-        begins = [line * inner + number * group for line in lines]
-        starts = [_start(k, problem, row, begin) if in_place else zero for row, begin in enumerate(begins)]
-        sums = {slot: k.variable("sum{}_{}".format(*slot), starts[slot[1]]) for slot in slots}
-        with k.loop("at", number * group, (number + 1) * group, LANES, unrolled=group // LANES) as at:
-            read = [
-                k.let(f"x{row}", k.load_vector(problem.x, line * inner + at, LANES))
-                for row, line in enumerate(lines)
-            ]
-            if in_place:
-                parts = k.vector(_constants("float32", [2.0**-shift for shift in SHIFTS[4]]))
-                read = [k.let(f"part{row}", x * parts) for row, x in enumerate(read)]
-            for feature, column in enumerate(columns):
-                value = k.let(f"value{feature}", integers(k, problem, column, at))
-                for row, x in enumerate(read):
-                    k.multiply_add(sums[feature, row], value, x)
-        for feature, column in enumerate(columns):
-            scale = k.let(f"scale{feature}", k.load(problem.scales, column * (inner // group) + number))
-            wide = k.let(f"wide{feature}", k.broadcast(scale, LANES))
-            for row in range(len(lines)):
-                k.multiply_add(totals[feature, row], sums[feature, row], wide)
-    return totals
-
-
-def _integers(k: KernelBuilder, problem: PackedProblem, column: ir.Expr, at: ir.Expr) -> ir.Expr:
-    """Neighbouring integers as a vector of floats."""
-    bits = problem.bits
-    if bits == 8:
-        place = _word_place(problem, column, at)
-        numbers: ir.Expr = ir.Load(ir.Type("uint8", LANES), problem.words.name, "uint8", place, step=1)
-    else:
-        shifts = k.vector(_constants("uint32", SHIFTS[bits]))
-        mask = k.broadcast(ir.Const(2**bits - 1, ir.Type("uint32")), LANES)
-        numbers = (_word(k, problem, column, at) >> shifts) & mask
-    integers = k.call("cast", numbers, dtype="int32")  # from which a CPU converts quickly
-    return k.call("cast", integers - k.broadcast(ir.Const(2 ** (bits - 1)), LANES), dtype="float32")
-
-
-def _in_place(k: KernelBuilder, problem: PackedProblem, column: ir.Expr, at: ir.Expr) -> ir.Expr:
-    """Neighbouring integers of 4 bits as floats, times the powers of 2 of their places in a word.
-
-    They are 8 too large, which `_start` makes up for. The highest is not: with its highest bit inverted it is
-    an integer with a sign.
-    """
-    masks = k.vector(_constants("uint32", [15 << shift for shift in SHIFTS[4]]))
-    sign = k.vector(_constants("uint32", [1 << 31 if shift == _HIGHEST else 0 for shift in SHIFTS[4]]))
-    numbers = (_word(k, problem, column, at) & masks) ^ sign
-    return k.call("cast", k.call("cast", numbers, dtype="int32"), dtype="float32")
-
-
-def _start(k: KernelBuilder, problem: PackedProblem, row: int, begin: ir.Expr) -> ir.Expr:
-    """What a sum of products with integers in place starts with; `begin`: the place of the first item."""
-    total = k.variable(f"items{row}", k.load_vector(problem.x, begin, LANES))
-    for at in range(LANES, problem.group, LANES):
-        k.assign(total, total + k.load_vector(problem.x, begin + at, LANES))
-    less = _constants("float32", [0.0 if shift == _HIGHEST else -8.0 for shift in SHIFTS[4]])
-    return k.let(f"start{row}", total * k.vector(less))
-
-
-def _word(k: KernelBuilder, problem: PackedProblem, column: ir.Expr, at: ir.Expr) -> ir.Expr:
-    """The word with neighbouring integers of 4 bits, in every lane."""
-    word = k.let(k.fresh("word"), k.load(problem.words, _word_place(problem, column, at)))
-    return k.broadcast(word, LANES)
-
-
-def _word_place(problem: PackedProblem, column: ir.Expr, at: ir.Expr) -> ir.Expr:
-    return column * (problem.inner // problem.each) + at // problem.each
-
-
-def _constants(dtype: str, values: Sequence[float]) -> list[ir.Const]:
-    return [ir.Const(value, ir.Type(dtype)) for value in values]
