@@ -40,6 +40,8 @@ _COLUMNS = (
     (2, 3, 8, 45, 100, 256, 300, 301, 512, 784, 1000, 1023, 1540, 2048),
     (2, 7, 16, 24, 31, 40, 64, 99, 100, 256, 300, 515, 2048),
 )
+# Rows of sums, and what is beside each other in them: in vectors, and with a remainder.
+_WIDE = ((9, (345, 219)), (7, (301, 105)), (9, (128, 512)), (6, (200, 331)))
 # The same of rows that are so long that they are added up in levels.
 _LONG = (
     *((4096, 12288), (4128, 12320), (4104, 12296), (4099, 12323), (4107, 12331)),
@@ -52,7 +54,10 @@ _CUBES = (
     *(((8, 112, 160), (24, 176, 320)), ((8, 104, 88), (24, 168, 104))),
 )
 _SORTED = ((101, 103), (211, 307)), ((104, 96), (168, 320))
-_SUMS, _MATRICES = (ROWS, ROW_COUNTS, _LONG, _LONG_COUNTS, _COLUMNS), (PRODUCTS, _BATCHED, _DOTS, _SQUARES)
+_SUMS, _MATRICES = (
+    (ROWS, ROW_COUNTS, _LONG, _LONG_COUNTS, _COLUMNS, _WIDE),
+    (PRODUCTS, _BATCHED, _DOTS, _SQUARES),
+)
 LIST = _SUMS, _MATRICES, _CUBES, _SORTED, 1  # counts what else changed
 
 
@@ -69,6 +74,7 @@ def cpu_operations() -> Iterator[Sequence[Node]]:
         numbered = [*enumerate(product(*_COLUMNS), 11)]
         yield [reduce(array((at, *shape)), (1,)) for at, shape in numbered]
         yield [reduce(array((rows, at, columns)), (0,)) for at, (rows, columns) in numbered]
+        yield [reduce(array((rows, *shape)), (0,)) for rows, shape in _WIDE]
     yield [node for sizes in product(*PRODUCTS) for node in products(*sizes)]
     yield [node for steps in _DOTS for node in products(1, steps, 1)]
     batched = [*enumerate(product(*_BATCHED), 2)]

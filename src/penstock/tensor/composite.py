@@ -131,7 +131,9 @@ def _recorded(
     if not node.inputs:
         return None  # an argument, or what depends on none: there is nothing to record
     parts = decompose([node], device.capabilities)
-    is_single = parts[0] is node and {*node.inputs} <= {*leaves} and not node.primitive.transient
+    # Products are rewritten before they are decomposed.
+    is_whole = parts[0] is node or node.primitive.multiplies_matrices
+    is_single = is_whole and {*node.inputs} <= {*leaves} and not node.primitive.transient
     if not is_single or node.primitive is BOUNDED:
         made = subgraph_between(dict.fromkeys(leaves), parts)
         if made is None:

@@ -56,7 +56,8 @@ def along(x: Tensor, index: Tensor, axis: int, operation: str) -> Tensor:
 
 def least_known(index: Tensor, length: int) -> int | None:
     """The least item of an index that is known to be in range of an axis, or from its end; else None."""
-    _note_range(index)
+    if index._node.span is None:
+        _note_range(index)
     span = index._node.span
     return span[0] if span is not None and -length <= span[0] and span[1] < length else None
 
