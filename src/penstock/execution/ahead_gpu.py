@@ -35,12 +35,12 @@ _FEW_THREADS = (2, 4, 8, 16, 32, 64, 128)  # where a workgroup has several rows
 _LONG_THREADS = 512  # of a workgroup that has a very long row
 _PARTS = (2, 4, 8, 16, 32, 64, 128, 256)  # of a column
 _WIDE_PARTS = 16  # the same where there are many columns
-_SORTED = (
+_SORTED = (  # rows of several lengths
     ((101, 7), (211, 11)),
     ((101, 103), (211, 307)),
     ((345, 219), (97, 200)),
     ((97, 600), (230, 801)),
-)  # short rows, and longer
+)
 _INNER = (3, 7, 11, 14, 20, 27, 40, 50, 100, 120, 200, 700)  # steps of products: two for each division
 LIST = _NEIGHBOURS, _MANY_THREADS, _FEW_THREADS, _PARTS, _INNER, _SORTED, 2
 
