@@ -13,14 +13,14 @@ from penstock.graph.contraction import GATHER
 from penstock.graph.creating import POSITIONS, SEQUENCE
 from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.elementwise import CAST, FULL
-from penstock.graph.node import Kind, Node, Primitive, Shape
+from penstock.graph.node import Kind, Node, Primitive
 from penstock.graph.random import RANDOM_BITS
 from penstock.graph.shaping import CONCAT, PAD, PAD_AT, SLICE_AT
 from penstock.kernels import ir
 from penstock.kernels.dialects.c_expressions import expression
 from penstock.kernels.dialects.patterns import COMBINE
+from penstock.kernels.lowering import moves
 from penstock.kernels.lowering.values import (
-    BorderCrossed,
     LanesImpossible,
     Merge,
     Value,
@@ -28,8 +28,6 @@ from penstock.kernels.lowering.values import (
     computed_dtype,
     merged,
 )
-
-_FEW_PARTS = 4  # of a concatenation, of which a CPU reads all and selects one
 
 
 class Emitter:
@@ -61,7 +59,7 @@ class Emitter:
         self.loads: dict[int, set[tuple[int, Index]]] = {}  # of each input: (stage, index)
         self.stage = 0
         self.prefix = "v"  # of the names of values
-        self._vectors = vectors
+        self.vectors = vectors
         self._conditions: dict[ir.Expr, int] = {}  # the masks of loads at present, with their depths
         self._values: dict[tuple[Node, Coords], Value] = {}
         self._names: dict[ir.Expr, Value] = {}
@@ -173,7 +171,7 @@ class Emitter:
         key = (node, coords)
         if key in self.kept:
             array, index, stored = self.kept[key]
-            return self._load(array, computed_dtype(node), stored, index)
+            return self.load(array, computed_dtype(node), stored, index)
         if key not in self._values:
             self._values[key] = self._value(node, coords)
         return self._values[key]
@@ -189,8 +187,8 @@ class Emitter:
             self.loads.setdefault(number, set()).add((self.stage, index))
             if (number, index) in self.copies:
                 array, spot = self.copies[number, index]
-                return self._load(array, computed_dtype(node), computed_dtype(node), spot)
-            return self._load(f"in{number}", computed_dtype(node), str(node.dtype), index)
+                return self.load(array, computed_dtype(node), computed_dtype(node), spot)
+            return self.load(f"in{number}", computed_dtype(node), str(node.dtype), index)
         primitive = node.primitive
         if primitive in _LOWERINGS:
             return _LOWERINGS[primitive](self, node, coords)
@@ -212,7 +210,7 @@ class Emitter:
         operation = node.primitive.name
         inputs = tuple(value.var for value in wide)
         names = tuple("x" for _ in inputs)
-        if lanes > 1 and self._vectors and expression(operation, result, of, names) is None:
+        if lanes > 1 and self.vectors and expression(operation, result, of, names) is None:
             raise LanesImpossible
         if node.primitive is CAST and result.dtype == of.dtype:
             value = wide[0]  # between half precision and float32, which are the same inside a kernel
@@ -236,14 +234,15 @@ class Emitter:
 
     def widened(self, value: Value, lanes: int) -> Value:
         """A value broadcast to the lanes of a vector."""
-        if value.type.width == lanes or not self._vectors:
+        if value.type.width == lanes or not self.vectors:
             return value
         return self.let(ir.Broadcast(ir.Type(value.type.dtype, lanes), value.var), value.depth)
 
-    def _load(self, buffer: str, dtype: str, stored: str, index: Index) -> Value:
+    def load(self, buffer: str, dtype: str, stored: str, index: Index) -> Value:
+        """An item of a buffer, under the masks of the moment."""
         at, depth, step = self.index(index)
         kind = ir.Type(dtype, self.lanes if step else 1)
-        if self._vectors:
+        if self.vectors:
             return self.let(ir.Load(kind, buffer, stored, at, step), depth)
         aligned = self.aligned(index) if step == 1 else 1
         mask = ir.all_of([*self._conditions]) if self._conditions else None
@@ -291,46 +290,17 @@ class Emitter:
 
     def _random(self, node: Node, coords: Coords) -> Value:
         number, depth, step = self.index(flat(coords, node.shape))
-        if not isinstance(step, int) or (step and self._vectors):
+        if not isinstance(step, int) or (step and self.vectors):
             raise LanesImpossible
         words = [self.value(node.inputs[0], (Index((), word),)) for word in range(4)]
         kind, state = ir.Type("uint32", self.lanes if step else 1), tuple(word.var for word in words)
         return self.let(ir.Random(kind, state, number, step), max(depth, *(word.depth for word in words)))
 
-    def _inside(self, index: Index, start: int, count: int) -> tuple[ir.Expr, Index, int]:
-        """Whether an index is in a range of an axis, the index in the range (0 outside), and the depth."""
-        moved = index + Index((), -start)
-        low, high = self.variables.bounds(moved)
-        if low >= 0 and high < count:
-            return ir.TRUE, moved, 0
-        if high < 0 or low >= count:
-            return ir.FALSE, ZERO, 0
-        number, depth, step = self.index(moved)
-        if step:
-            others = [factor for name, factor in index.terms if not self.lane_steps.get(name)]
-            whole = step == 1 and all(n % self.lanes == 0 for n in (start, count, index.constant, *others))
-            if not whole:
-                self._cross(moved, count)
-        inside = self.integer((number >= 0) & (number < count), depth, 2)
-        condition = ir.Var(inside.terms[0][0], ir.BOOL)
-        return (
-            condition,
-            self.integer(ir.Select(ir.INT, condition, number, ir.Const(0)), depth, count, step),
-            depth,
-        )
-
-    def _cross(self, index: Index, count: int) -> None:
-        """Refuse vectors that could be inside a range in some of their lanes only."""
-        index = merged(index, self.merges)
-        if len(index.terms) == 1 and index.terms[0][1] == 1:
-            raise BorderCrossed(index.terms[0][0], (-index.constant, count - index.constant))
-        raise LanesImpossible
-
     @contextmanager
-    def _under(self, *conditions: tuple[ir.Expr, int]) -> Iterator[None]:
+    def masked(self, *conditions: tuple[ir.Expr, int]) -> Iterator[None]:
         """Mask the loads of a GPU by conditions. A CPU's vectors are loaded unconditionally."""
         real = {condition: depth for condition, depth in conditions if condition != ir.TRUE}
-        if self._vectors or not real:
+        if self.vectors or not real:
             yield
             return
         before = self._values, self._conditions
@@ -339,162 +309,12 @@ class Emitter:
         yield
         self._values, self._conditions = before
 
-    def _pad(self, node: Node, coords: Coords) -> Value:
-        source, inside = node.inputs[0], []
-        conditions: list[tuple[ir.Expr, int]] = []
-        masks: list[tuple[ir.Expr, int]] = []  # of lanes
-        for index, (start, count, step) in zip(coords, node.attributes["slices"], strict=True):
-            first = start if step > 0 else start + (count - 1) * step
-            extent = (count - 1) * abs(step) + 1
-            digits = self._digits(index + Index((), -first), abs(step))
-            if digits is not None:
-                condition, moved, own_depth = self._inside(digits[0], 0, count)
-                on, _, on_depth = self._of_lanes(digits[1], 0, 1) or self._inside(digits[1], 0, 1)
-                (masks if on.type.width > 1 else conditions).append((on, on_depth))
-            else:
-                condition, moved, own_depth = self._inside(index, first, extent)
-            if abs(step) > 1 and digits is None:
-                on, moved = self._on_step(moved, abs(step))
-                own_depth = max(own_depth, self.index(moved)[1])
-                conditions.append((on, own_depth))
-            conditions.append((condition, own_depth))
-            inside.append(moved if step > 0 else moved * -1 + Index((), count - 1))
-        if any(condition == ir.FALSE for condition, _ in conditions):
-            return self.let(ir.Broadcast(ir.Type(computed_dtype(node)), ir.Const(0)), 0)
-        with self._under(*conditions):
-            value = self.value(source, tuple(inside))
-        real = [condition for condition, _ in conditions if condition != ir.TRUE]
-        if not real and not masks:
-            return value
-        zero = self.let(ir.Broadcast(value.type, ir.Const(0)), 0)
-        for mask, own_depth in masks:
-            value = self._select(mask, own_depth, value, zero)
-        return self._select(ir.all_of(real), max(d for _, d in conditions), value, zero) if real else value
-
-    def _digits(self, index: Index, step: int) -> tuple[Index, Index] | None:
-        """An index divided by a step: quotient and remainder, where variables tell them on a CPU."""
-        if step == 1 or not self._vectors:
-            return None
-        whole, part = divmod(index.constant, step)
-        quotient = Index(tuple((name, n // step) for name, n in index.terms if n % step == 0), whole)
-        remainder = Index(tuple((name, n) for name, n in index.terms if n % step), part)
-        low, high = self.variables.bounds(remainder)
-        return (quotient, remainder) if low >= 0 and high < step else None
-
-    def _on_step(self, index: Index, step: int) -> tuple[ir.Expr, Index]:
-        """Whether an index is a multiple of a step, and the quotient."""
-        number, depth, lane_step = self.index(index)
-        if lane_step:
-            raise LanesImpossible
-        length = self.variables.bounds(index)[1] // step + 1
-        return (number % step).eq(0), self.integer(number // step, depth, length)
-
-    def _concat(self, node: Node, coords: Coords) -> Value:
-        axis, start = node.attributes["axis"], 0
-        result, pointed = self._by_pointer(node, coords)
-        for at, part in enumerate(node.inputs):
-            length = part.shape[axis]
-            if not length or at in pointed:
-                start += length
-                continue
-            condition, moved, depth = self._of_lanes(coords[axis], start, length) or self._inside(
-                coords[axis], start, length
-            )
-            start += length
-            if condition == ir.FALSE:
-                continue
-            with self._under((condition, depth)):
-                value = self.value(part, (*coords[:axis], moved, *coords[axis + 1 :]))
-            if result is None or condition == ir.TRUE:
-                result = value
-            else:
-                result = self._select(condition, depth, value, result)
-        assert result is not None
-        return result
-
-    def _by_pointer(self, node: Node, coords: Coords) -> tuple[Value | None, set[int]]:
-        """On a CPU, an item of the inputs of which whole rows are read, and which of the inputs these are.
-
-        A pointer into the row's input is chosen once for the row, so that no other is read.
-        """
-        axis, start, pointer = node.attributes["axis"], 0, ""
-        pointed: set[int] = set()
-        inner = Index((), 0)
-        if not self._vectors or len(node.inputs) <= _FEW_PARTS or self.index(coords[axis])[1:] != (0, 0):
-            return None, pointed
-        for at, part in enumerate(node.inputs):
-            first, start = start, start + part.shape[axis]
-            if part not in self.group.inputs or part.dtype in HALF_PRECISION or not part.size:
-                continue
-            inside, moved, _ = self._inside(coords[axis], first, part.shape[axis])
-            if inside == ir.FALSE:
-                continue
-            # The first is read in rows of none of them too, so it is not read out of bounds.
-            own = coords[axis] + Index((), -first) if pointer else moved
-            place = flat((*coords[:axis], own, *coords[axis + 1 :]), part.shape)
-            self.used.add(place)
-            whole = merged(place, self.merges)
-            near = Index(tuple(term for term in whole.terms if self.index(variable(term[0]))[1]), 0)
-            if pointer and near != inner:
-                continue
-            number, stored = self.group.inputs.index(part), str(part.dtype)
-            self.loads.setdefault(number, set()).add((self.stage, place))
-            choice = (inside, pointer) if pointer and inside != ir.TRUE else (None, "")
-            pointer, inner = self.name("part"), near
-            offset = affine(whole + near * -1)
-            self.bodies[0].append(ir.Pointer(pointer, f"in{number}", stored, offset, *choice))
-            pointed.add(at)
-        value = self._load(pointer, computed_dtype(node), str(node.dtype), inner) if pointed else None
-        return value, pointed
-
-    def _of_lanes(self, index: Index, start: int, length: int) -> tuple[ir.Expr, Index, int] | None:
-        """The same as `_inside` where lanes differ in it: of a part that has a single item along the axis."""
-        low, high = self.variables.bounds(index)
-        if not self._vectors or length != 1 or not low <= start <= high or low == high:
-            return None
-        if not self.index(index)[2]:
-            return None
-        number = self.number(index, "int32")
-        place = self.widened(Value(ir.Const(start), 0), self.lanes)
-        same = ir.Call(ir.Type("bool", self.lanes), "equal", (number.var, place.var), number.type)
-        return self.let(same, number.depth).var, ZERO, number.depth
-
-    def _select(self, condition: ir.Expr, depth: int, yes: Value, no: Value) -> Value:
+    def select(self, condition: ir.Expr, depth: int, yes: Value, no: Value) -> Value:
+        """One of two values."""
         lanes = max(yes.type.width, no.type.width, condition.type.width)
         yes, no = self.widened(yes, lanes), self.widened(no, lanes)
         kind = ir.Type(yes.type.dtype, lanes)
         return self._new(ir.Select(kind, condition, yes.var, no.var), max(depth, yes.depth, no.depth))
-
-    def _gather(self, node: Node, coords: Coords) -> Value:
-        source, index = node.inputs
-        number = self.value(index, coords[: index.ndim])
-        if number.type.width > 1:
-            raise LanesImpossible
-        length = source.shape[0]
-        # An index out of range must not read outside of the buffer.
-        row = self.integer(ir.Clamp(number.var, ir.Const(length), ir.Const(length - 1)), number.depth, length)
-        return self.value(source, (row, *coords[index.ndim :]))
-
-    def _slice_at(self, node: Node, coords: Coords) -> Value:
-        source, slices = node.inputs[0], node.attributes["slices"]
-        moved = [at * n + Index((), start) for at, (start, _, n) in zip(coords, slices, strict=True)]
-        for axis, start in self._starts(node, source.shape):
-            moved[axis] += start
-        return self.value(source, tuple(moved))
-
-    def _pad_at(self, node: Node, coords: Coords) -> Value:
-        moved = list(coords)
-        for axis, start in self._starts(node, node.shape):
-            moved[axis] += start * -1
-        return self._pad(node, tuple(moved))
-
-    def _starts(self, node: Node, shape: Shape) -> Iterator[tuple[int, Index]]:
-        """The starts that are arguments, with their axes, of slices of a shape."""
-        for given, axis in zip(node.inputs[1:], node.attributes["axes"], strict=True):
-            _, count, step = node.attributes["slices"][axis]
-            least, reach = self.value(given, ()), (count - 1) * step
-            first = self.integer(least.var, least.depth, shape[axis] - abs(reach))
-            yield axis, first + Index((), max(-reach, 0))
 
 
 # Primitives that are not elementwise: how an item of each is computed.
@@ -503,9 +323,9 @@ _LOWERINGS: dict[Primitive, Callable[[Emitter, Node, Coords], Value]] = {
     POSITIONS: Emitter._positions,
     SEQUENCE: Emitter._sequence,
     RANDOM_BITS: Emitter._random,
-    PAD: Emitter._pad,
-    CONCAT: Emitter._concat,
-    GATHER: Emitter._gather,
-    SLICE_AT: Emitter._slice_at,
-    PAD_AT: Emitter._pad_at,
+    PAD: moves.pad,
+    CONCAT: moves.concat,
+    GATHER: moves.gather,
+    SLICE_AT: moves.slice_at,
+    PAD_AT: moves.pad_at,
 }
