@@ -90,5 +90,5 @@ USUAL: dict[str, Callable[[Arrays, int, int], ps.Tensor]] = {
     "means of the middle": lambda a, n, m: ps.exp(a(9, n, m)).mean(axis=1),
     "means of the first": lambda a, n, m: ps.exp(a(9, n, m)).mean(axis=0),
     "largest of the middle": lambda a, n, m: ps.exp(a(9, n, m)).max(axis=1),
-    "halves": lambda a, n, m: F.glu(a(n, 2 * m)),
+    "a gated unit": lambda a, n, m: F.glu(a(n, 2 * m)),
 }

@@ -545,7 +545,8 @@ def test_small_operations_of_numpy_are_written_where_they_stay(kind: str) -> Non
     device.close()
 
 
-def test_the_list_waits_while_the_cpu_has_work(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_that_the_list_waits(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a device has work."""
     own, now = executables(device)._ahead, time.perf_counter()
     assert own is not None
     x = ps.asarray(values(40, 30), device=device)
@@ -568,6 +569,10 @@ def test_the_list_waits_while_the_cpu_has_work(device: Device, monkeypatch: pyte
     device.sync()
     now += 100
     assert own._is_quiet()
+
+
+def test_the_list_waits_while_the_cpu_has_work(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_that_the_list_waits(device, monkeypatch)
 
 
 @pytest.fixture

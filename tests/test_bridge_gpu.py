@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import DRIVERS, WEBGPU_KINDS, examples, opencl_threads, pause_of_others, until
-from test_bridge import USUAL, Arrays
+from test_bridge import USUAL, Arrays, check_that_the_list_waits
 from test_cuda_sources import Imagined
 from test_random_graphs import grown
 from test_same_bits import EXPRESSIONS
@@ -429,21 +429,8 @@ def test_a_step_that_ends_at_once_does_not_put_the_thread_to_sleep(
         own.compile(lambda: None).result(10)
 
 
-def test_the_list_waits_while_the_device_has_work(cuda: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    own, now = executables(cuda)._ahead, time.perf_counter()
-    assert own is not None
-    x = ps.asarray(values(40, 30), device=cuda)
-    step = ps.jit(lambda x: x + 1)  # which is built at first, and then only launched
-    step(x)
-    monkeypatch.setattr(ahead, "perf_counter", lambda: now)
-    now += 100
-    own._is_quiet()
-    now += 100
-    assert own._is_quiet(), "nothing happened for long"
-    step(x)
-    assert not own._is_quiet()
-    now += 100
-    assert own._is_quiet()
+def test_the_list_waits_while_the_gpu_has_work(cuda: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_that_the_list_waits(cuda, monkeypatch)
 
 
 def test_python_goes_on_while_nvrtc_compiles() -> None:

@@ -9,22 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-from penstock.execution.ahead_operations import array
-from penstock.graph.contraction import gather, matmul
-from penstock.graph.dtypes import bool_, float32, int32, int64, uint64
+from penstock.execution.ahead_operations import array, moves, sorts
+from penstock.graph.contraction import matmul
+from penstock.graph.dtypes import bool_, float32, uint64
 from penstock.graph.node import Node, Shape, placeholder
 from penstock.graph.reducing import (
     any_,
     argmax,
     argmin,
-    argsort,
-    cumulative_sum,
     max_,
     min_,
     sort,
     sum_,
 )
-from penstock.graph.shaping import concat, pad, permute
+from penstock.graph.shaping import permute
 
 # A pair of lengths for each way to reduce a row: short and long rows, with and without a remainder after the
 # last 32 and the last 8 items.
@@ -82,31 +80,16 @@ def cpu_operations() -> Iterator[Sequence[Node]]:
     yield [node for at, sizes in batched for node in products(*sizes, batch=(at % 7 + 2, at % 5 + 2))]
     yield [node for sizes in product(*_SQUARES) for node in squares(*sizes)]
     for first, second in _CUBES:
-        yield from zip(_moves(*first), _moves(*second), strict=True)
+        yield from zip(moves(*first), moves(*second), strict=True)
     for one, other in _SORTED:
-        yield from zip(_sorted(*one), _sorted(*other), strict=True)
+        yield from zip(sorts(*one), sorts(*other), strict=True)
+        yield from zip(_single_rows(*one), _single_rows(*other), strict=True)
 
 
-def _moves(blocks: int, rows: int, columns: int) -> Iterator[Node]:
-    """What moves items, but for copies through views."""
-    matrix = array((rows, columns))
-    yield pad(matrix, ((0, rows, 1), (1, columns, 1)), (rows, columns + 2))
-    yield pad(matrix, ((blocks, rows, 1), (0, columns, 1)), (rows + 2 * blocks, columns))
-    yield gather(array((rows * columns,)), array((rows,), int32))
-    yield gather(array((rows * columns,)), array((rows, blocks), int64))
-    for before in (3, blocks):
-        yield concat([array((rows, before)), matrix], 1)
-
-
-def _sorted(rows: int, columns: int) -> Iterator[Node]:
-    """What sorts rows, adds them up item by item, and finds the largest items of short ones."""
-    x = array((rows, columns))
+def _single_rows(rows: int, columns: int) -> Iterator[Node]:
+    """What a CPU does in another way for a single row, and for short ones."""
     for descending in (False, True):
-        yield sort(x, 1, descending)
         yield sort(array((rows * columns,)), 0, descending)
-        yield argsort(x, 1, descending)
-    for axis in (0, 1):
-        yield cumulative_sum(x, axis)
     for find in (argmax, argmin):
         yield find(array((rows, 5 + columns % 2)), 1)
 

@@ -9,25 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 
-from penstock.execution.ahead_operations import array
-from penstock.graph.contraction import gather, matmul
-from penstock.graph.dtypes import bool_, float32, int32, int64, uint64
+from penstock.execution.ahead_operations import array, moves, sorts
+from penstock.graph.contraction import matmul
+from penstock.graph.dtypes import bool_, float32, int64, uint64
 from penstock.graph.node import Node, Shape
 from penstock.graph.reducing import (
     BLOCK,
     all_,
     any_,
-    argmax,
-    argmin,
-    argsort,
-    cumulative_sum,
     max_,
     min_,
     prod,
-    sort,
     sum_,
 )
-from penstock.graph.shaping import concat, pad, permute
+from penstock.graph.shaping import permute
 
 _NEIGHBOURS = (1, 2, 4)  # that a thread takes of a row
 _MANY_THREADS = (256, 512, 1024)  # of a workgroup that has a row
@@ -47,7 +42,7 @@ LIST = _NEIGHBOURS, _MANY_THREADS, _FEW_THREADS, _PARTS, _INNER, _SORTED, 2
 
 def gpu_operations() -> Iterator[Sequence[Node]]:
     """Operations, those together whose kernels differ in sizes only."""
-    yield from zip(_moves(11, 13, 17), _moves(19, 23, 29), strict=True)
+    yield from zip(moves(11, 13, 17), moves(19, 23, 29), strict=True)
     yield from _sums_of_rows()
     yield from _sums_of_columns()
     for reduce in (max_, min_, any_, all_):
@@ -55,31 +50,9 @@ def gpu_operations() -> Iterator[Sequence[Node]]:
     yield from _in_any_order(sum_(array((2, 2), int64), (1,)))
     yield from _in_any_order(max_(array((2, 2), uint64), (1,)))  # by which indices are checked
     for first, second in _SORTED:
-        yield from zip(_sorted(*first), _sorted(*second), strict=True)
+        yield from zip(sorts(*first), sorts(*second), strict=True)
     yield [node for sizes in product((2, 3, 77), _INNER, (2, 3, 77)) for node in _products(*sizes)]
     yield [node for sizes in product((2, 3, 77), _INNER) for node in _squares(*sizes)]
-
-
-def _moves(blocks: int, rows: int, columns: int) -> Iterator[Node]:
-    """What moves items, but for copies through views."""
-    yield concat([array((rows, columns)), array((rows, blocks))], 1)
-    yield concat([array((columns,)), array((rows,))], 0)
-    yield pad(array((rows, columns)), ((0, rows, 1), (1, columns, 1)), (rows, columns + 2))
-    yield pad(array((rows, columns)), ((blocks, rows, 1), (0, columns, 1)), (rows + 2 * blocks, columns))
-    yield gather(array((rows * columns,)), array((rows,), int32))
-    yield gather(array((rows * columns,)), array((rows, blocks), int64))
-
-
-def _sorted(rows: int, columns: int) -> Iterator[Node]:
-    """What sorts rows, adds them up item by item, and finds the largest items."""
-    x = array((rows, columns))
-    for descending in (False, True):
-        yield sort(x, 1, descending)
-        yield argsort(x, 1, descending)
-    for axis in (0, 1):
-        yield cumulative_sum(x, axis)
-    for find in (argmax, argmin):
-        yield find(x, 1)
 
 
 def _ordered(reduction: Node, order: tuple[int, ...]) -> Node:

@@ -12,8 +12,8 @@ from penstock.graph.creating import sequence
 from penstock.graph.dtypes import bool_, float16, float32, int32, int64, uint32, uint64
 from penstock.graph.elementwise import PRIMITIVES, cast, full, like
 from penstock.graph.node import DType, Node, Shape, placeholder
-from penstock.graph.reducing import any_, argmax, argmin, expand
-from penstock.graph.shaping import concat, slice_at
+from penstock.graph.reducing import any_, argmax, argmin, argsort, cumulative_sum, expand, sort
+from penstock.graph.shaping import concat, pad, slice_at
 
 _UNARY = (
     *("negative", "abs", "sign", "floor", "ceil", "round", "exp", "expm1", "log", "log1p", "sqrt"),
@@ -91,6 +91,30 @@ def integers(rows: int, columns: int) -> Iterator[Node]:
         yield _apply(name, x, like(x, 2))
     yield ops.logical_or(truths, array((rows, columns), bool_))
     yield argmin(array((rows, columns)), 1)
+
+
+def moves(blocks: int, rows: int, columns: int) -> Iterator[Node]:
+    """What moves items, but for copies through views."""
+    matrix = array((rows, columns))
+    yield pad(matrix, ((0, rows, 1), (1, columns, 1)), (rows, columns + 2))
+    yield pad(matrix, ((blocks, rows, 1), (0, columns, 1)), (rows + 2 * blocks, columns))
+    yield gather(array((rows * columns,)), array((rows,), int32))
+    yield gather(array((rows * columns,)), array((rows, blocks), int64))
+    for before in (3, blocks):
+        yield concat([array((rows, before)), matrix], 1)
+    yield concat([array((columns,)), array((rows,))], 0)
+
+
+def sorts(rows: int, columns: int) -> Iterator[Node]:
+    """What sorts rows, adds them up item by item, and finds their largest items."""
+    x = array((rows, columns))
+    for descending in (False, True):
+        yield sort(x, 1, descending)
+        yield argsort(x, 1, descending)
+    for axis in (0, 1):
+        yield cumulative_sum(x, axis)
+    for find in (argmax, argmin):
+        yield find(x, 1)
 
 
 def _elementwise(x: Node, y: Node) -> Iterator[Node]:

@@ -198,12 +198,13 @@ def _dealt(k: KernelBuilder, vectors: Sequence[ir.Var]) -> list[ir.Var]:
     """The items of several vectors, of which each result gets the next in turn."""
     if len(vectors) == 1:
         return [*vectors]
-    halves: list[list[ir.Var]] = [[], []]
+    even: list[ir.Var] = []  # the items at even places of neighbouring vectors
+    odd: list[ir.Var] = []
     for left, right in zip(vectors[::2], vectors[1::2], strict=True):
-        for first, half in enumerate(halves):
+        for first, items in enumerate((even, odd)):
             lanes = tuple(range(first, 2 * left.type.width, 2))
-            half.append(k.let(k.fresh("dealt"), ir.Shuffle(left.type, left, right, lanes)))
-    even, odd = (_dealt(k, half) for half in halves)
+            items.append(k.let(k.fresh("dealt"), ir.Shuffle(left.type, left, right, lanes)))
+    even, odd = _dealt(k, even), _dealt(k, odd)
     return [vector for pair in zip(even, odd, strict=True) for vector in pair]
 
 
