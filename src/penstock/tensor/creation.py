@@ -250,25 +250,33 @@ def _kept(x: Tensor, compare: Any, k: int, name: str) -> Tensor:
 
 
 @of_tensor
-@composite
 def tril(x: Tensor, /, k: int = 0) -> Tensor:
     """The items on and below the k-th diagonal, 0 elsewhere.
 
     >>> ps.tril(ps.ones((2, 2))).tolist()
     [[1.0, 0.0], [1.0, 1.0]]
     """
-    return _kept(x, elementwise.less_equal, k, "tril")
+    return _lower(x) if k == 0 else _kept(x, elementwise.less_equal, k, "tril")
 
 
 @of_tensor
-@composite
 def triu(x: Tensor, /, k: int = 0) -> Tensor:
     """The items on and above the k-th diagonal, 0 elsewhere.
 
     >>> ps.triu(ps.ones((2, 2))).tolist()
     [[1.0, 1.0], [0.0, 1.0]]
     """
-    return _kept(x, elementwise.greater_equal, k, "triu")
+    return _upper(x) if k == 0 else _kept(x, elementwise.greater_equal, k, "triu")
+
+
+@composite  # for the main diagonal alone: others would each be a program
+def _lower(x: Tensor) -> Tensor:
+    return _kept(x, elementwise.less_equal, 0, "tril")
+
+
+@composite
+def _upper(x: Tensor) -> Tensor:
+    return _kept(x, elementwise.greater_equal, 0, "triu")
 
 
 def meshgrid(*arrays: Any, indexing: str = "xy") -> list[Tensor]:

@@ -127,7 +127,7 @@ class Generator:
             last = elementwise.like(drawn, np.nextafter(stop, start))
             return elementwise.minimum(_scaled(drawn, span, start), last)
 
-        drawn = self._draw(shape, graph.UNIFORM_WORDS[kind], graph.uniform, (kind,), device)
+        drawn = _made(*self._source(shape, graph.UNIFORM_WORDS[kind], device), graph.uniform, kind)
         return Tensor(scaled(drawn._node), drawn.device)
 
     def normal(
@@ -150,7 +150,7 @@ class Generator:
                 f"normal needs numbers that are finite in {kind}, and std >= 0; {mean} and {std} were given"
             )
 
-        drawn = self._draw(shape, graph.NORMAL_WORDS[kind], graph.normal, (kind,), device)
+        drawn = _made(*self._source(shape, graph.NORMAL_WORDS[kind], device), graph.normal, kind)
         if (centre, spread) == (0, 1):
             return drawn
         return Tensor(_scaled(drawn._node, spread, centre), drawn.device)
@@ -176,7 +176,8 @@ class Generator:
         end = _integer("high", high, int(bounds.min), int(bounds.max) + 2)
         if end <= first:
             raise ValueError(f"integers needs low < high, and {low} and {high} were given")
-        return self._draw(shape, graph.INTEGERS_WORDS, graph.integers, (first, end, kind), device)
+        bits, where = self._bits(shape, graph.INTEGERS_WORDS, device)
+        return Tensor(graph.integers(bits, first, end, kind), where)
 
     def bernoulli(
         self, probability: float, shape: int | Sequence[int], device: Device | str | None = None
@@ -189,7 +190,8 @@ class Generator:
         chance = float(probability)
         if not 0 <= chance <= 1:
             raise ValueError(f"a probability is between 0 and 1, and {chance} was given")
-        return self._draw(shape, graph.BERNOULLI_WORDS, graph.bernoulli, (chance,), device)
+        bits, where = self._bits(shape, graph.BERNOULLI_WORDS, device)
+        return Tensor(graph.bernoulli(bits, chance), where)
 
     def permutation(self, n: int, device: Device | str | None = None) -> Tensor:
         """The integers from 0 to `n` - 1 in random order.
@@ -198,21 +200,24 @@ class Generator:
         [0, 1, 2, 3]
         """
         count = _integer("the length of a permutation", n, 0, 1 << 63)
-        return self._draw(count, graph.PERMUTATION_WORDS, graph.permutation, (), device)
+        return _made(*self._source(count, graph.PERMUTATION_WORDS, device), graph.permutation)
 
-    def _draw(
-        self,
-        shape: int | Sequence[int],
-        words: int,
-        make: Callable[..., Node],
-        kind: tuple[Any, ...],
-        where: Device | str | None = None,
-    ) -> Tensor:
-        """The result of `make` on random bits, `words` 32-bit words for each item, and on what `kind` has."""
+    def _bits(
+        self, shape: int | Sequence[int], words: int, where: Device | str | None
+    ) -> tuple[Node, Device]:
+        """Random bits, for what is made of them with numbers that differ from draw to draw."""
+        state, wanted = self._source(shape, words, where)
+        return graph.random_bits(state._node, wanted), state.device
+
+    def _source(
+        self, shape: int | Sequence[int], words: int, where: Device | str | None
+    ) -> tuple[Tensor, tuple[int, ...]]:
+        """The state for random bits, and their shape, with `words` 32-bit words for each item."""
         wanted = (*shape_of(shape, "a random draw"), words)
         device = resolve(where or self._device)
-        state = self._next_state(-(-math.prod(wanted) // graph.WORDS_PER_BLOCK), device)
-        return _made(Tensor(state, device), make, wanted, *kind)
+        return Tensor(
+            self._next_state(-(-math.prod(wanted) // graph.WORDS_PER_BLOCK), device), device
+        ), wanted
 
     def _next_state(self, blocks: int, device: Device) -> Node:
         """The state for a draw of so many blocks; the generator advances behind them.
@@ -279,7 +284,8 @@ class _Draws:
 
 
 @composite
-def _made(state: Tensor, make: Callable[..., Node], shape: tuple[int, ...], *kind: Any) -> Tensor:
+def _made(state: Tensor, shape: tuple[int, ...], make: Callable[..., Node], *kind: Any) -> Tensor:
+    """The result of `make` on random bits of a shape, recorded once for each `kind`."""
     return record(make(graph.random_bits(state._node, shape), *kind), state)
 
 
