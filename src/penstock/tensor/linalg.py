@@ -184,7 +184,6 @@ Axis = int | Sequence[int] | None
 
 
 @of_tensor
-@composite
 def vector_norm(
     x: Tensor, /, ord: float = 2, axis: Axis = None, keepdims: bool = False, *, dtype: DType | None = None
 ) -> Tensor:
@@ -195,6 +194,11 @@ def vector_norm(
     >>> ps.linalg.vector_norm(ps.asarray([3.0, 4.0])).item()
     5.0
     """
+    norm = _usual_norm if ord in _USUAL_ORDERS else _vector_norm
+    return norm(x, ord, axis, keepdims, dtype)
+
+
+def _vector_norm(x: Tensor, ord: float, axis: Axis, keepdims: bool, dtype: DType | None) -> Tensor:
     x = x if dtype is None else astype(x, dtype)
     if x.dtype.kind not in "fc":
         raise TypeError(f"linalg.vector_norm takes floating point, and {x.dtype} was given")
@@ -219,6 +223,10 @@ def vector_norm(
     root = where(zero_norm, 1.0, total)
     root = sqrt(root) if ord == 2 else pow_(root, 1 / float(ord))
     return narrowed(where(zero_norm, 0.0 if ord > 0 else math.inf, root), real_dtype)
+
+
+_USUAL_ORDERS = (0, 1, 2, math.inf, -math.inf)  # each of which has a program of its own
+_usual_norm = composite(_vector_norm)
 
 
 @of_tensor

@@ -204,7 +204,6 @@ def addcdiv(x: Tensor, x1: Any, x2: Any, /, *, value: float = 1) -> Tensor:
     return add(x, multiply(divide(x1, x2), value))
 
 
-@composite
 def isclose(
     x1: Any, x2: Any, /, rtol: float = 1e-5, atol: float = 1e-8, *, equal_nan: bool = False
 ) -> Tensor:
