@@ -16,6 +16,7 @@ from conftest import DRIVERS, SMALL
 import penstock as ps
 from penstock import Device
 from penstock.errors import OutOfDeviceMemory
+from penstock.execution.realize import executables
 from penstock.graph.node import Node
 from penstock.tensor import core
 
@@ -340,3 +341,28 @@ def test_a_node_like_others_keeps_no_value(device: Device) -> None:
     assert node.like is not None
     assert x._node not in node.like.node.inputs
     assert node.inputs == ()
+
+
+NUMBERED: dict[str, Callable[[ps.Tensor, int], ps.Tensor]] = {
+    "bernoulli": lambda x, k: ps.random.Generator(0, x.device).bernoulli(0.01 * k, x.shape),
+    "integers": lambda x, k: ps.random.Generator(0, x.device).integers(0, 100 + k, x.shape),
+    "uniform": lambda x, k: ps.random.Generator(0, x.device).uniform(x.shape, 0, 100 + k),
+    "normal": lambda x, k: ps.random.Generator(0, x.device).normal(x.shape, 0, 100 + k),
+    "dropout": lambda x, k: ps.nn.functional.dropout(x, 0.01 * k),
+    "clip": lambda x, k: ps.clip(ps.exp(x), 0, 0.1 * k),
+    "tril": lambda x, k: ps.tril(ps.exp(x), k),
+    "isclose": lambda x, k: ps.isclose(ps.exp(x), x, atol=0.01 * k),
+    "norm": lambda x, k: ps.linalg.vector_norm(x, ord=2.5 + k),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERED)
+def test_other_numbers_are_the_same_program(device: Device, name: str) -> None:
+    x = ps.asarray(np.random.default_rng(0).random((70, 60)).astype(np.float32), device=device)
+    own, function = executables(device), NUMBERED[name]
+    for k in (1, 2, 3):
+        function(x, k).numpy()
+    before = len(own._programs)
+    for k in range(4, 12):
+        function(x, k).numpy()
+    assert len(own._programs) == before
