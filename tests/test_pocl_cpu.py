@@ -68,10 +68,45 @@ def test_an_unknown_cpu_gets_the_name_of_its_level_and_nothing_else_changes() ->
 
 
 @linux
-def test_a_known_cpu_keeps_its_name() -> None:
-    record = Record(b"znver3")
+@pytest.mark.parametrize(
+    ("cpu", "flags", "has_avx512"),
+    [
+        (b"znver3", V3, False),
+        (b"znver3", V4 - {"avx512vl"}, False),
+        (b"icelake-server", V4, True),
+        (b"haswell", V3, False),
+    ],
+)
+def test_a_known_cpu_keeps_its_name(
+    monkeypatch: pytest.MonkeyPatch, cpu: bytes, flags: frozenset[str], has_avx512: bool
+) -> None:
+    monkeypatch.setattr(pocl_cpu, "_flags", lambda: flags)
+    record = Record(cpu)
     pocl_cpu.name_cpu(record.device)
-    assert (record.cpu(), pocl_cpu.given_name(record.device)) == (b"znver3", "")
+    assert (record.cpu(), pocl_cpu.given_name(record.device)) == (cpu, "")
+    assert pocl_cpu.has_avx512(record.device) == has_avx512
+
+
+@linux
+@pytest.mark.parametrize(
+    ("cpu", "flags", "name"),
+    [(b"znver3", V4, b"x86-64-v4"), (b"skylake-avx512", V3, b"x86-64-v3")],  # Zen 4; a virtual machine
+)
+def test_a_cpu_whose_name_is_wrong_about_avx512_gets_that_of_its_level(
+    monkeypatch: pytest.MonkeyPatch, cpu: bytes, flags: frozenset[str], name: bytes
+) -> None:
+    monkeypatch.setattr(pocl_cpu, "_flags", lambda: flags)
+    record = Record(cpu)
+    assert not pocl_cpu.has_avx512(record.device)  # as long as one of both says no
+    pocl_cpu.name_cpu(record.device)
+    assert record.cpu() == name
+    assert pocl_cpu.has_avx512(record.device) == (flags == V4)
+
+
+def test_compilers_other_than_pocls_know_what_the_cpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pocl_cpu, "_flags", lambda: V4)
+    other: Any = SimpleNamespace(version="OpenCL 3.0 LINUX", int_ptr=1)
+    assert pocl_cpu.has_avx512(other)
 
 
 @linux

@@ -92,6 +92,11 @@ EXPRESSIONS: dict[str, Callable[[ps.Tensor], ps.Tensor]] = {
 }
 
 
+wide = pytest.mark.skipif(
+    not pocl_cpu.has_avx512(NATIVE), reason="compilers for other CPUs may lack wider functions"
+)
+
+
 @pytest.fixture(scope="module")
 def devices() -> Iterator[list[Device]]:
     opened = []
@@ -104,7 +109,7 @@ def devices() -> Iterator[list[Device]]:
         device.close()
 
 
-@pytest.mark.skipif(not pocl_cpu.has_avx512(), reason="compilers for other CPUs may lack wider functions")
+@wide
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_the_width_of_vectors_changes_no_bit(devices: list[Device], name: str) -> None:
     rng = np.random.default_rng(0)
@@ -115,7 +120,7 @@ def test_the_width_of_vectors_changes_no_bit(devices: list[Device], name: str) -
         assert _bits(results[0]) == _bits(results[1]), f"{shape}: {results[0]} and {results[1]}"
 
 
-@pytest.mark.skipif(not pocl_cpu.has_avx512(), reason="compilers for other CPUs may lack wider functions")
+@wide
 @pytest.mark.slow("both transposed", "batches")
 @pytest.mark.parametrize("name", OPERANDS)
 def test_products_add_in_the_same_order_in_vectors_of_any_width(devices: list[Device], name: str) -> None:
@@ -129,7 +134,7 @@ def test_products_add_in_the_same_order_in_vectors_of_any_width(devices: list[De
         _check_same(devices, product, operands, f"{sizes}")
 
 
-@pytest.mark.skipif(not pocl_cpu.has_avx512(), reason="compilers for other CPUs may lack wider functions")
+@wide
 @pytest.mark.slow("bias", "halves")
 @pytest.mark.parametrize("name", EPILOGUES)
 def test_epilogues_of_products_have_the_same_bits(devices: list[Device], name: str) -> None:
@@ -140,7 +145,7 @@ def test_epilogues_of_products_have_the_same_bits(devices: list[Device], name: s
         _check_same(devices, lambda x, y: EPILOGUES[name](x @ y), operands, f"{sizes}")
 
 
-@pytest.mark.skipif(not pocl_cpu.has_avx512(), reason="compilers for other CPUs may lack wider functions")
+@wide
 @pytest.mark.parametrize("case", CONVOLUTIONS)
 def test_convolutions_and_their_gradients_have_the_same_bits(
     devices: list[Device], case: tuple[int, int, int, int, int, int]
@@ -160,7 +165,7 @@ def test_convolutions_and_their_gradients_have_the_same_bits(
         _check_same(devices, function, (images, weight), f"{case}")
 
 
-@pytest.mark.skipif(not pocl_cpu.has_avx512(), reason="compilers for other CPUs may lack wider functions")
+@wide
 @pytest.mark.parametrize(("rows", "columns"), [(4, 140), (8, 144), (13, 133), (40, 200)])
 def test_panels_of_any_width_have_the_same_bits(devices: list[Device], rows: int, columns: int) -> None:
     rng = np.random.default_rng(0)

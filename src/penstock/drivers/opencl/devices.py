@@ -75,7 +75,7 @@ def opencl_capabilities(device: cl.Device, memory: MemoryKind | None = None) -> 
 def _vector_width(device: cl.Device) -> int:
     """The items of a vector register of a CPU. Some report 1, because their compiler vectorizes."""
     width = max(device.native_vector_width_float, _LEAST_VECTOR_WIDTH)
-    return width if pocl_cpu.has_avx512() else min(width, _MOST_VECTOR_WIDTH)
+    return width if pocl_cpu.has_avx512(device) else min(width, _MOST_VECTOR_WIDTH)
 
 
 def _most_buffers(device: cl.Device) -> int:

@@ -1,14 +1,18 @@
 """A name for a CPU that PoCL's compiler does not know.
 
-PoCL compiles for the CPU that LLVM names. LLVM calls CPUs of AMD that are younger than itself "generic", and
-Clang then refuses every kernel: "unknown target CPU 'generic'". PoCL has no setting for the name. So it is
-replaced in PoCL's own record of the device, by that of the level of the x86-64 architecture that the CPU has.
+PoCL compiles for the CPU that LLVM names, and LLVM misnames some. It calls Zen 5, which is younger,
+"generic", and Clang refuses every kernel then: "unknown target CPU 'generic'". It calls Zen 4 "znver3", a CPU
+without AVX-512, while PoCL chooses its own functions by what the CPU has, and LLVM ends the process when it
+meets those for AVX-512: "Cannot select". And it calls CPUs of Intel by names that promise AVX-512 where a
+virtual machine hides it. PoCL has no setting for the name. So it is replaced in PoCL's own record of the
+device, by that of the level of the x86-64 architecture that the CPU has.
 """
 
 from __future__ import annotations
 
 import ctypes
 import platform
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
@@ -19,14 +23,20 @@ import pyopencl as cl
 
 REFUSED = "unknown target CPU"  # in Clang's words
 HINT = "\nPoCL's compiler is older than this CPU; a newer PoCL may know it"
-_UNKNOWN = b"generic"
+_UNKNOWN = "generic"
+_LEVEL_OF_AVX512 = "x86-64-v4"
+_WITH_AVX512 = (  # names of CPUs
+    "cannonlake cascadelake cooperlake emeraldrapids graniterapids graniterapids-d icelake-client "
+    "icelake-server rocketlake sapphirerapids skylake-avx512 tigerlake x86-64-v4 znver4 znver5"
+)
 # The levels that Clang knows as CPUs, with what Linux calls their instructions.
 _LEVELS = (
-    ("x86-64-v4", "avx512f avx512bw avx512cd avx512dq avx512vl"),
+    (_LEVEL_OF_AVX512, "avx512f avx512bw avx512cd avx512dq avx512vl"),
     ("x86-64-v3", "avx avx2 bmi1 bmi2 f16c fma abm movbe xsave"),
     ("x86-64-v2", "cx16 lahf_lm popcnt pni ssse3 sse4_1 sse4_2"),
     ("x86-64", ""),
 )
+_NAME = re.compile(r" PoCL .*-x86_64-\w+-\w+-\w+-(\S+)$")  # the triple of the target, and the name
 _RECORD_BYTES = 1024  # of a device's record, in which the name is looked for
 _POINTER = ctypes.sizeof(ctypes.c_void_p)
 
@@ -34,15 +44,16 @@ _given: dict[int, str] = {}  # names by the addresses of the devices' records
 
 
 def name_cpu(device: cl.Device) -> None:
-    """Give a device of PoCL whose CPU is unknown a name, before anything is compiled for it.
+    """Give a device of PoCL whose CPU LLVM does not know a name, before anything is compiled for it.
 
     Nothing is changed if the record of the device is not as expected.
     """
-    is_x86 = platform.machine() == "x86_64"  # elsewhere, Clang knows a generic CPU
-    is_unknown = device.version.endswith("-" + _UNKNOWN.decode()) and device.int_ptr not in _given
-    if is_x86 and is_unknown:
-        with suppress(OSError, AttributeError):
-            _write_name(device.int_ptr, level(_flags()))
+    if platform.machine() != "x86_64" or device.int_ptr in _given:  # elsewhere, Clang knows a generic CPU
+        return
+    with suppress(OSError, AttributeError):
+        name, reached = _named(device), level(_flags())
+        if name == _UNKNOWN or (name in _WITH_AVX512.split()) != (reached == _LEVEL_OF_AVX512):
+            _write_name(device.int_ptr, name, reached)
 
 
 def given_name(device: cl.Device) -> str:
@@ -60,12 +71,18 @@ def level(flags: frozenset[str]) -> str:
     return reached
 
 
-def has_avx512() -> bool:
-    """Whether Linux says that the CPU has vector registers of 512 bits."""
-    try:
-        return "avx512f" in _flags()
-    except OSError:
-        return False
+def has_avx512(device: cl.Device) -> bool:
+    """Whether a CPU has vector registers of 512 bits, and its compiler knows."""
+    compiled_for = given_name(device) or _named(device)
+    with suppress(OSError):
+        return compiled_for in ["", *_WITH_AVX512.split()] and level(_flags()) == _LEVEL_OF_AVX512
+    return False
+
+
+def _named(device: cl.Device) -> str:
+    """What LLVM calls a CPU, with which PoCL's text about a device ends; empty on other platforms."""
+    name = _NAME.search(device.version)
+    return name[1] if name else ""
 
 
 def _flags() -> frozenset[str]:
@@ -75,13 +92,14 @@ def _flags() -> frozenset[str]:
     return frozenset(next(found, "").split())
 
 
-def _write_name(record: int, name: str) -> None:
+def _write_name(record: int, old: str, name: str) -> None:
     copy = ctypes.CDLL(None).strdup  # PoCL may free it
     copy.argtypes, copy.restype = [ctypes.c_char_p], ctypes.c_void_p
     with open("/proc/self/mem", "rb", 0) as memory:  # which refuses addresses that are not mapped
         fields = list(_text_fields(memory, record))
     for (_, triple), (address, cpu) in pairwise(fields):
-        if cpu == _UNKNOWN and triple.startswith(b"x86_64-"):  # the fields llvm_target_triplet and llvm_cpu
+        # The fields are called llvm_target_triplet and llvm_cpu.
+        if cpu == old.encode() and triple.startswith(b"x86_64-"):
             ctypes.c_void_p.from_address(address).value = copy(name.encode())
             _given[record] = name
             return
