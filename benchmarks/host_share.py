@@ -31,10 +31,10 @@ _ATTRIBUTES = {
     cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: 9,
 }
 _GIVE_NOTHING = (
-    "cuInit cuCtxSetCurrent cuMemFree cuMemFreeHost cuModuleUnload cuLaunchKernel cuGraphAddDependencies "
-    "cuGraphDestroy cuGraphExecDestroy cuGraphLaunch cuGraphExecKernelNodeSetParams cuMemcpyAsync "
-    "cuEventRecord cuEventQuery cuEventSynchronize cuEventDestroy cuStreamWaitEvent cuStreamSynchronize "
-    "cuStreamDestroy"
+    "cuInit cuCtxSetCurrent cuMemFree cuMemFreeHost cuModuleUnload cuLaunchKernel cuLaunchKernelEx "
+    "cuGraphAddDependencies cuGraphDestroy cuGraphExecDestroy cuGraphLaunch cuGraphExecKernelNodeSetParams "
+    "cuMemcpyAsync cuEventRecord cuEventQuery cuEventSynchronize cuEventDestroy cuStreamWaitEvent "
+    "cuStreamSynchronize cuStreamDestroy"
 )
 _GIVE_HANDLES = (
     "cuDevicePrimaryCtxRetain cuStreamCreate cuModuleLoadData cuGraphCreate cuGraphInstantiate "

@@ -52,6 +52,15 @@ class Recorded:
         driver.replay, driver.capture = counted, counted_capture
 
 
+def test_large_kernels_that_follow_one_another_read_what_the_one_before_wrote(device: Device) -> None:
+    """Without jit: each workgroup reads what many workgroups of the kernel before wrote."""
+    start = np.random.default_rng(0).integers(0, 1000, (4096, 2048)).astype(np.float32)
+    x, expected = ps.asarray(start, device=device), start
+    for _ in range(40):
+        x, expected = (x.T + 1).realize(), expected.T + 1
+    np.testing.assert_array_equal(x.numpy(), expected)
+
+
 def test_a_training_step_is_one_launch_with_new_data_and_rates(device: Device) -> None:
     """Against the same training on the host: no step after the second takes more than one launch."""
     losses = {}

@@ -344,8 +344,27 @@ class _Function:
     formats = dtypes = ()
     format = struct.Struct("")
 
-    def __init__(self, waits: bool) -> None:
-        self.waits = waits
+    def __init__(self, waits: bool, waits_first: bool = False) -> None:
+        self.waits, self.waits_first = waits, waits_first
+        self.native = None
+
+
+@pytest.mark.parametrize(
+    ("first", "workgroups", "overlaps"), [(True, 4096, True), (True, 8, False), (False, 4096, False)]
+)
+def test_large_kernels_that_wait_before_they_read_overlap_with_the_kernel_before(
+    first: bool, workgroups: int, overlaps: bool
+) -> None:
+    launch = cuda_launches.Launch(_Function(True, first), (workgroups,), (256,))
+    launch.aim(1)
+    called: Any = launch.call
+    if overlaps:
+        assert called.func is cuda_launches.cu.cuLaunchKernelEx
+        config = called.args[0]
+        assert (config.gridDimX, config.blockDimX, int(config.hStream)) == (workgroups, 256, 1)
+        assert config.attrs[0].value.programmaticStreamSerializationAllowed == 1
+    else:
+        assert called.func is cuda_launches.cu.cuLaunchKernel
 
 
 def test_only_kernels_that_wait_by_themselves_start_before_others_have_ended() -> None:

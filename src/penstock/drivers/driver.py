@@ -96,6 +96,8 @@ class Capabilities:
 
 # With which the body of a generated CUDA kernel begins: it waits by itself for those that it depends on.
 BEGIN_EARLY = " BEGIN_EARLY;"
+# The same where it does so before it reads anything.
+WAIT_FIRST = f"{BEGIN_EARLY} WAIT_FOR_EARLIER;"
 # With which a text for CUDA begins whose products and sums are rounded one by one.
 NO_CONTRACTION = "// Nothing is contracted.\n"
 

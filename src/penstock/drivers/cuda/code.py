@@ -13,7 +13,7 @@ from cuda.bindings import nvrtc
 
 from penstock.drivers.binaries import Binaries
 from penstock.drivers.cuda.calls import CudaError, checked
-from penstock.drivers.driver import BEGIN_EARLY, NO_CONTRACTION, Handles, check_parameter_count
+from penstock.drivers.driver import BEGIN_EARLY, NO_CONTRACTION, WAIT_FIRST, Handles, check_parameter_count
 from penstock.errors import CompileError
 
 SLOT = 8  # bytes of an argument in a launch's block; no scalar has more
@@ -59,14 +59,21 @@ class Compiler:
         """The kernels of a text by name. Raises CompileError, or CudaError if CUDA refuses the code."""
         module = _Module(self._code(text), self.modules)
         return {
-            name: Function(module, name, signature, dtypes[name], self._waits(text, name))
+            name: Function(
+                module,
+                name,
+                signature,
+                dtypes[name],
+                waits=self._begins_with(BEGIN_EARLY, text, name),
+                waits_first=self._begins_with(WAIT_FIRST, text, name),
+            )
             for name, signature in signatures.items()
         }
 
-    def _waits(self, text: str, name: str) -> bool:
-        """Whether a kernel waits, by itself, for those that it depends on."""
+    def _begins_with(self, words: str, text: str, name: str) -> bool:
+        """Whether the body of a kernel begins with words that have a meaning on this device."""
         body = text.partition(f" {name}(")[2].partition("{")[2]
-        return body.startswith(BEGIN_EARLY) and int(self._architecture[3:].rstrip("a")) >= _WAITING
+        return body.startswith(words) and int(self._architecture[3:].rstrip("a")) >= _WAITING
 
     def has(self, text: str) -> bool:
         """Whether the compiled code of a text is on disk."""
@@ -113,9 +120,12 @@ class Function:
         name: str,
         signature: Sequence[str],
         dtypes: Sequence[np.dtype[Any]],
+        *,
         waits: bool,
+        waits_first: bool,
     ) -> None:
         self.waits = waits  # for the kernels that it depends on, so that it may be launched while they run
+        self.waits_first = waits_first  # before it reads anything, so it may follow any kernel in this way
         try:
             self.native = checked(cu.cuModuleGetFunction(module.native, name.encode()))
         except CudaError as error:

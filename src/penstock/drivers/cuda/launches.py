@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,6 +15,8 @@ from penstock.drivers.cuda.calls import CudaError, checked
 from penstock.drivers.cuda.code import SLOT, Function
 from penstock.drivers.driver import Grid, Queue
 from penstock.errors import DeviceError
+
+_LARGE = 1024  # workgroups of a kernel that runs for longer than the host takes to launch another
 
 
 class Launch:
@@ -71,15 +74,23 @@ class Launch:
             self.changes.append(self)
 
     def aim(self, queue: Queue) -> None:
-        """Have `call` launch on a queue."""
-        self.call = partial(cu.cuLaunchKernel, self.function.native, *self._sizes, 0, queue, self._params, 0)
-        self.queue = queue
+        """Have `call` launch on a queue.
+
+        A large kernel that waits for those before it by itself is launched while they end.
+        """
+        native, self.queue = self.function.native, queue
+        if self.function.waits_first and math.prod(self._sizes[:3]) >= _LARGE:
+            self.call = partial(
+                cu.cuLaunchKernelEx, _while_others_end(self._sizes, queue), native, self._params, 0
+            )
+        else:
+            self.call = partial(cu.cuLaunchKernel, native, *self._sizes, 0, queue, self._params, 0)
 
     def record(self, queue: Queue) -> None:
         """Launch the kernel."""
-        if queue is not self.queue:
-            self.aim(queue)
         try:
+            if queue is not self.queue:
+                self.aim(queue)
             (code,) = self.call()
         except OverflowError:
             code, self.queue = cu.CUresult.CUDA_ERROR_INVALID_VALUE, None
@@ -98,6 +109,18 @@ class Launch:
     def update(self, graph: Any, nodes: Sequence[Any], queue: Queue) -> None:
         """Copy the arguments to a node of an executable graph."""
         checked(cu.cuGraphExecKernelNodeSetParams(graph, nodes[0], self._node))
+
+
+def _while_others_end(sizes: Sequence[int], queue: Queue) -> Any:
+    """How a kernel is launched before those ahead of it in its queue have ended."""
+    early = cu.CUlaunchAttribute()
+    early.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    early.value.programmaticStreamSerializationAllowed = 1
+    config = cu.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = sizes[:3]
+    config.blockDimX, config.blockDimY, config.blockDimZ = sizes[3:]
+    config.hStream, config.attrs, config.numAttrs = queue, [early], 1
+    return config
 
 
 class LibraryCall:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from penstock.drivers.driver import BEGIN_EARLY, NO_CONTRACTION
+from penstock.drivers.driver import BEGIN_EARLY, NO_CONTRACTION, WAIT_FIRST
 from penstock.kernels import ir
 from penstock.kernels.dialects.c_dialect import CDialect
 from penstock.kernels.dialects.thread_prelude import TANH, THREAD_NAMES, THREAD_WORDS
@@ -298,7 +298,7 @@ class Cuda(CDialect):
         cluster = f" __cluster_dims__({source.cluster}, 1, 1)" if source.cluster > 1 else ""
         opening = f"KERNEL __launch_bounds__({', '.join(map(str, bounds))}){cluster} {source.name}("
         later = not isinstance(source.body, str) and _waits(source.body.kernel)
-        begin = BEGIN_EARLY if later else f"{BEGIN_EARLY} WAIT_FOR_EARLIER;"
+        begin = BEGIN_EARLY if later else WAIT_FIRST
         return f"{before}{opening}{parameters}{brace}{begin}{body}"
 
 
