@@ -12,13 +12,13 @@ from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
 
 
 class Arrays:
-    """Makes arrays on a device."""
+    """Makes arrays of floating point on a device."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, device: Device, dtype: str = "float32") -> None:
+        self._device, self._dtype = device, getattr(ps, dtype)
 
     def __call__(self, *shape: int) -> ps.Tensor:
-        return ps.asarray(np.ones(shape, np.float32), device=self._device)
+        return ps.asarray(np.ones(shape, self._dtype), device=self._device)
 
     def index(self, *shape: int) -> ps.Tensor:
         return ps.asarray(np.zeros(shape, np.int64), device=self._device)

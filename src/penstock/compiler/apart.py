@@ -12,10 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.compiler.compilation import Compilation
+from penstock.compiler.halves import InFloat32, has_halves
 from penstock.compiler.passes import fused_groups
 from penstock.compiler.target import Target
 from penstock.fusion.column_reductions import is_column_part
 from penstock.fusion.groups import Group
+from penstock.fusion.panels import lay_out_panels
 from penstock.fusion.products import by_library
 from penstock.graph.node import Kind, Node
 from penstock.graph.reducing import BLOCK
@@ -32,7 +34,7 @@ def keep_apart(state: Compilation, target: Target) -> Compilation:
     if target.fuses:
         return state
     if not target.gpu:
-        return replace(state, wanted=separate(state.wanted, {}, ()))
+        return _apart_on_cpu(state, target)
     groups = fused_groups(state, target)
     by_library = [group for group in groups if any(_is_by_library(node, target) for node in group.nodes)]
     # The additions that are part of a library's product.
@@ -41,6 +43,17 @@ def keep_apart(state: Compilation, target: Target) -> Compilation:
     }
     wanted = separate(state.wanted, _fused_sums(groups, target), biased)
     return replace(state, wanted=wanted, products=_products(map(target.lower, by_library)))
+
+
+def _apart_on_cpu(state: Compilation, target: Target) -> Compilation:
+    """On a CPU, only what is rounded to 16 bits depends on what is fused."""
+    if not has_halves(state.wanted):
+        return replace(state, wanted=separate(state.wanted, {}, ()))
+    if lay_out_panels(state.wanted, target.capabilities) != [*state.wanted]:
+        raise NotSeparable("the fused program lays out matrices")
+    values = InFloat32(fused_groups(state, target))
+    wanted = separate([*map(values.stored, state.wanted)], {}, ())
+    return replace(state, wanted=wanted, stands_for=values.constants)
 
 
 def check_apart(state: Compilation, target: Target) -> Compilation:

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from penstock.execution.ahead_operations import array, moves, sorts
-from penstock.graph.contraction import matmul
-from penstock.graph.dtypes import bool_, float32, uint64
+from penstock.graph.contraction import gather, matmul
+from penstock.graph.dtypes import HALF_PRECISION, bool_, float32, int32, int64, uint64
+from penstock.graph.elementwise import cast
 from penstock.graph.node import Node, Shape, placeholder
 from penstock.graph.reducing import (
     any_,
@@ -56,7 +57,7 @@ _SUMS, _MATRICES = (
     (ROWS, ROW_COUNTS, _LONG, _LONG_COUNTS, _COLUMNS, _WIDE),
     (PRODUCTS, _BATCHED, _DOTS, _SQUARES),
 )
-LIST = _SUMS, _MATRICES, _CUBES, _SORTED, 1  # counts what else changed
+LIST = _SUMS, _MATRICES, _CUBES, _SORTED, 2  # counts what else changed
 
 
 def cpu_operations() -> Iterator[Sequence[Node]]:
@@ -81,9 +82,20 @@ def cpu_operations() -> Iterator[Sequence[Node]]:
     yield [node for sizes in product(*_SQUARES) for node in squares(*sizes)]
     for first, second in _CUBES:
         yield from zip(moves(*first), moves(*second), strict=True)
+        yield from zip(_halves(*first), _halves(*second), strict=True)
     for one, other in _SORTED:
         yield from zip(sorts(*one), sorts(*other), strict=True)
         yield from zip(_single_rows(*one), _single_rows(*other), strict=True)
+
+
+def _halves(_: int, rows: int, columns: int) -> Iterator[Node]:
+    """What 16-bit floats need beside the operations of float32."""
+    for dtype in HALF_PRECISION:
+        for shape in ((rows, columns), ()):
+            yield cast(array(shape, dtype), float32)
+            yield cast(array(shape), dtype)
+        yield gather(array((rows, columns), dtype), array((rows + 1,), int64))
+        yield gather(array((rows * columns,), dtype), array((rows,), int32))
 
 
 def _single_rows(rows: int, columns: int) -> Iterator[Node]:

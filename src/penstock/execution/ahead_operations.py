@@ -23,8 +23,8 @@ _BINARY = ("add", "subtract", "multiply", "divide", "pow", "maximum", "minimum")
 _COMPARISONS = ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal")
 _OF_NUMBERS = ("subtract", "multiply", "divide", "equal")  # which gradients have of two constants
 _CASTS = (
-    *((float32, float16), (float16, float32), (int64, float32), (int32, float32)),
-    *((uint32, int64), (int64, int32), (int32, int64), (int64, uint64)),
+    *((int64, float32), (int32, float32), (uint32, int64)),
+    *((int64, int32), (int32, int64), (int64, uint64)),
 )
 _OF_INTEGERS = (
     *("add", "subtract", "multiply", "floor_divide", "remainder", "maximum", "minimum"),

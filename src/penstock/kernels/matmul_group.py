@@ -51,6 +51,7 @@ def matmul_group(
         right=sides[1][1],
         varied=varied,
         shared=shared,
+        as_halves="as_halves" in product.attributes,
     )
     width = epilogue.possible(LANES if vectors else gpu_width(problem, capabilities, kernel.outputs))
     build = cpu_matmul if vectors else gpu_matmul

@@ -1,0 +1,126 @@
+"""The pass that writes out where a fused program rounds to float16 and bfloat16.
+
+A fused kernel computes these in float32. It rounds what it stores, and what the graph casts to 16 bits. So
+operations in float32 with casts between them give its bits, whatever shares a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from penstock.fusion.groups import Group
+from penstock.graph.contraction import GATHER, MATMUL
+from penstock.graph.dtypes import HALF_PRECISION, DType, float32
+from penstock.graph.elementwise import CAST, FULL, cast
+from penstock.graph.node import Kind, Node, topological
+from penstock.graph.reference import constant_key, constant_value
+from penstock.graph.separate import NotSeparable
+from penstock.graph.shaping import SLICE_AT
+
+_IN_16_BITS = (FULL, GATHER, SLICE_AT)  # exact, and these may read little of a large array
+
+
+def has_halves(wanted: Iterable[Node]) -> bool:
+    """Whether a graph has float16 or bfloat16 anywhere."""
+    return any(_is_half(node) for node in topological(wanted))
+
+
+class InFloat32:
+    """The values of a fused program, from operations in float32."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.constants: dict[Node, Node] = {}  # those in float32, and the 16-bit ones that they stand for
+        self._wide_constants: dict[Node, Node] = {}
+        self._stored: dict[Node, Node] = {}
+        self._casts: dict[tuple[Node, DType], Node] = {}
+        self._operations: dict[tuple[Node, tuple[Node, ...]], Node] = {}
+        for group in groups:
+            if group.kind.fuses:
+                self._fused(group)
+            else:  # its kernel reads and writes the values as they are
+                for node in group.nodes:
+                    self._stored[node] = node.on(tuple(map(self.stored, node.inputs)))
+
+    def stored(self, node: Node) -> Node:
+        """What the fused program has in memory for a node: a value, or a view of one."""
+        if node.value is not None:
+            return node
+        if node not in self._stored:
+            self._stored[node] = node.on(tuple(map(self.stored, node.inputs)))
+        return self._stored[node]
+
+    def _fused(self, group: Group) -> None:
+        values = {node: self.stored(node) for node in group.inputs}
+        in_memory = frozenset(values.values())
+        for node in group.nodes:
+            inputs = tuple(values[parent] for parent in node.inputs)
+            if node.primitive.multiplies_matrices:
+                values[node] = self._product(node, inputs, in_memory)
+            else:
+                values[node] = self._value(node, inputs)
+        for node in group.outputs:
+            self._stored[node] = self._cast(values[node], node.dtype)
+
+    def _value(self, node: Node, inputs: tuple[Node, ...]) -> Node:
+        """A value as a fused kernel has it: in 16 bits only if nothing was rounded."""
+        if node.primitive is CAST:
+            (source,) = inputs
+            if _is_half(node) and source.dtype is not node.dtype:
+                source = self._cast(source, float32)
+            return self._cast(source, node.dtype)
+        if node.primitive in _IN_16_BITS or node.primitive.kind is Kind.VIEW:
+            if all(value.dtype is of.dtype for value, of in zip(inputs, node.inputs, strict=True)):
+                return self._on(node, inputs)
+        elif node.primitive.kind is Kind.CREATION:
+            return self._wide(node)
+        return self._on(node, tuple(map(self._wide, inputs)))
+
+    def _product(self, node: Node, inputs: tuple[Node, ...], in_memory: frozenset[Node]) -> Node:
+        """A product, which reads its matrices through views that are not `in_memory`."""
+
+        def matrix(operand: Node) -> Node:
+            if operand in in_memory or operand.primitive.kind is not Kind.VIEW:
+                return self._wide(operand)
+            return operand.on(tuple(map(matrix, operand.inputs)))
+
+        if not _is_half(node):
+            return self._on(node, inputs)
+        key = node, tuple(map(matrix, inputs))
+        if key not in self._operations:
+            if node.primitive is not MATMUL:
+                raise NotSeparable(f"{node} reads 16-bit floats in a way of its own")
+            self._operations[key] = Node(MATMUL, key[1], {**node.attributes, "as_halves": True})
+        return self._operations[key]
+
+    def _wide(self, value: Node) -> Node:
+        """A value in the dtype in which kernels compute."""
+        return self._cast(value, float32) if _is_half(value) else value
+
+    def _cast(self, value: Node, dtype: DType) -> Node:
+        if value.dtype is dtype:
+            return value
+        if value.primitive.kind is Kind.CREATION and _is_half(value):
+            value = self._constant(value)
+        key = value, dtype
+        if key not in self._casts:
+            self._casts[key] = cast(value, dtype)
+        return self._casts[key]
+
+    def _constant(self, node: Node) -> Node:
+        """A constant in float32, as kernels have it: its numbers are rounded to 16 bits."""
+        if node not in self._wide_constants:
+            rounded = {name: constant_value(constant_key(node, name)) for name in node.primitive.constants}
+            wide = Node(node.primitive, (), {**node.attributes, "dtype": float32, **rounded})
+            self._wide_constants[node], self.constants[wide] = wide, node
+        return self._wide_constants[node]
+
+    def _on(self, node: Node, inputs: tuple[Node, ...]) -> Node:
+        """An operation on other inputs; a single node, however many kernels compute it."""
+        key = node, inputs
+        if key not in self._operations:
+            self._operations[key] = node.on(inputs)
+        return self._operations[key]
+
+
+def _is_half(node: Node) -> bool:
+    return node.dtype in HALF_PRECISION
