@@ -25,9 +25,10 @@ import penstock as ps
 from measuring import Report
 from penstock import Device
 from penstock.execution.realize import executables
-from usual import USUAL, Arrays
+from usual import OF_IMAGES, USUAL, Arrays
 
 GOAL_SECONDS = 0.05  # of a first call
+EXPRESSIONS = USUAL | OF_IMAGES
 SIDES = {"compiled ahead": "1", "waiting": "0"}
 
 
@@ -35,7 +36,7 @@ def _calls(device: Device, dtype: str, seed: int) -> dict[str, float]:
     """The CPU seconds of the first call of each expression."""
     n, m = (int(size) for size in np.random.default_rng(seed).integers(60, 700, 2))
     arrays, taken = Arrays(device, dtype), {}
-    for name, expression in USUAL.items():
+    for name, expression in EXPRESSIONS.items():
         given = time.process_time()
         expression(arrays, n, m).numpy()
         taken[name] = time.process_time() - given
@@ -97,7 +98,7 @@ def compare(report: Report, name: str, dtype: str, rounds: int, folder: str) -> 
         detail = f"the longest {max(every):.2f} s; {slow} of {len(every)} took more than {GOAL_SECONDS} s"
         report.add(f"{side}: a first call, CPU time", float(np.median(every)), "s", "", None, detail)
         each = np.mean([sum(seconds.values()) for seconds in given])
-        report.add(f"{side}: all {len(USUAL)} of them", float(each), "s", "", None, "")
+        report.add(f"{side}: all {len(EXPRESSIONS)} of them", float(each), "s", "", None, "")
 
 
 def main() -> None:

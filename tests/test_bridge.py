@@ -39,7 +39,7 @@ from penstock.graph.node import Kind, Node, leaf, topological
 from penstock.kernels.cache import KernelCache
 from penstock.lru import LRU
 
-USUAL, Arrays = itemgetter("USUAL", "Arrays")(
+USUAL, OF_IMAGES, Arrays = itemgetter("USUAL", "OF_IMAGES", "Arrays")(
     runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "usual.py"))
 )
 OPENCL = next(name for name in DRIVERS if name.startswith("opencl"))
@@ -251,7 +251,7 @@ def test_the_list_has_kernels_for_what_users_write(
     assert len(on_disk) < 700
     missing = {
         (name, dtype): sources
-        for name, expression in USUAL.items()
+        for name, expression in (USUAL | OF_IMAGES).items()
         for dtype in ("float32", "float16", "bfloat16")
         for n, m in ((345, 219), (128, 512), (77, 64), (600, 101))
         if (structure := Structure([expression(Arrays(device, dtype), n, m)._node], device.capabilities))
@@ -569,8 +569,9 @@ def few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead_operations, "_BINARY", ("add",))
     for table in ("_COMPARISONS", "_CASTS", "_OF_NUMBERS", "_OF_INTEGERS"):
         monkeypatch.setattr(ahead_operations, table, ())
-    for table in ("_LONG", "_DOTS", "_CUBES", "_SORTED"):
+    for table in ("_LONG", "_DOTS", "_CUBES", "_IMAGES", "_SORTED"):
         monkeypatch.setattr(ahead_cpu, table, ())
+    monkeypatch.setattr(ahead_cpu, "_CONVOLVED", ((), ()))
     for table in ("PRODUCTS", "_BATCHED"):
         monkeypatch.setattr(ahead_cpu, table, ((5, 6), (7, 19), (9, 10)))
     monkeypatch.setattr(ahead_cpu, "_SQUARES", ((5, 6), (7, 19)))

@@ -11,15 +11,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from penstock.compiler.as_fused import AsFused, depends_on_fusion, scattered_operands
 from penstock.compiler.compilation import Compilation
-from penstock.compiler.halves import InFloat32, has_halves
 from penstock.compiler.passes import fused_groups
 from penstock.compiler.target import Target
 from penstock.fusion.column_reductions import is_column_part
 from penstock.fusion.groups import Group
 from penstock.fusion.panels import lay_out_panels
 from penstock.fusion.products import by_library
-from penstock.graph.node import Kind, Node
+from penstock.graph.node import Kind, Node, topological
 from penstock.graph.reducing import BLOCK
 from penstock.graph.separate import NotSeparable, separate
 from penstock.kernels.lowering.blocks import depends_on_order
@@ -27,6 +27,8 @@ from penstock.kernels.lowering.values import computed_dtype
 from penstock.kernels.templates.launches import Lowering
 
 Order = tuple[int, ...]  # see `Lowered`
+
+_MOST_COPIED = 1 << 25  # items of the windows of images
 
 
 def keep_apart(state: Compilation, target: Target) -> Compilation:
@@ -46,14 +48,17 @@ def keep_apart(state: Compilation, target: Target) -> Compilation:
 
 
 def _apart_on_cpu(state: Compilation, target: Target) -> Compilation:
-    """On a CPU, only what is rounded to 16 bits depends on what is fused."""
-    if not has_halves(state.wanted):
+    """On a CPU, only products that read windows, and what is rounded to 16 bits, depend on what is fused."""
+    if not depends_on_fusion(state.wanted):
         return replace(state, wanted=separate(state.wanted, {}, ()))
     if lay_out_panels(state.wanted, target.capabilities) != [*state.wanted]:
         raise NotSeparable("the fused program lays out matrices")
-    values = InFloat32(fused_groups(state, target))
-    wanted = separate([*map(values.stored, state.wanted)], {}, ())
-    return replace(state, wanted=wanted, stands_for=values.constants)
+    values = AsFused(fused_groups(state, target), target.capabilities)
+    wanted = [*map(values.stored, state.wanted)]
+    copied = scattered_operands(topological(wanted))
+    if sum(operand.size for operand in copied) > _MOST_COPIED:
+        raise NotSeparable("copies of all windows would take as long as a compiler")
+    return replace(state, wanted=separate(wanted, {}, (), copied), stands_for=values.constants)
 
 
 def check_apart(state: Compilation, target: Target) -> Compilation:

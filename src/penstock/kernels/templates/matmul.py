@@ -63,9 +63,6 @@ class Problem:
     right: Matrix
     varied: bool = False  # a kernel for many sizes, rather than the best for this size
     shared: bool = False  # one of the few kernels for all sizes
-    as_halves: bool = False  # in the order in which a CPU adds up products of 16-bit floats
-
-    @property
-    def of_halves(self) -> bool:
-        """Whether a CPU tiles it as matrices of 16-bit floats, which it makes float32 where it packs them."""
-        return self.as_halves or "float32" not in (self.left.memory.dtype, self.right.memory.dtype)
+    # Where it is given, how a CPU divides K: into blocks, of which some are added up before they are added to
+    # the total.
+    order: tuple[int, ...] = ()

@@ -38,10 +38,18 @@ def cpu_matmul(
         return panel_matmul(k, problem, capabilities, epilogue, width)
     if _is_thin(problem):
         return _thin(k, problem, capabilities, epilogue)
+    if problem.order:
+        return shared_matmul(k, problem, problem.order, capabilities, epilogue)
     plan = tiling(problem, capabilities)
     if problem.shared and width > 1 and serves(problem):
-        return shared_matmul(k, problem, plan, capabilities, epilogue)
+        return shared_matmul(k, problem, (plan.depth_blocks, plan.span), capabilities, epilogue)
     return _TiledProduct(k, problem, plan, epilogue, width).build()
+
+
+def order_of(problem: Problem, capabilities: Capabilities) -> tuple[int, ...]:
+    """How its kernel divides K, see `Problem`; nothing if it computes items as dot products."""
+    plan = tiling(problem, capabilities)
+    return () if _is_thin(problem) else (plan.depth_blocks, plan.span)
 
 
 @dataclass(frozen=True)
@@ -442,7 +450,7 @@ def _transposed(k: KernelBuilder, rows: Sequence[Var]) -> list[Var]:
 
 def _is_thin(problem: Problem) -> bool:
     """Whether there are so few rows or columns that each item is best computed as a dot product along K."""
-    along = problem.left.column_stride == 1 and problem.right.row_stride == 1
+    along = problem.left.column_stride == 1 and problem.right.row_stride == 1 and not problem.order
     return along and min(problem.rows, problem.columns) <= FEW_ROWS and problem.inner >= LANES
 
 

@@ -66,7 +66,7 @@ def tiling(problem: Problem, capabilities: Capabilities) -> Tiling:
     left = problem.left
     plain = not isinstance(left.row_stride, Digits) and not isinstance(left.column_stride, Digits)
     small = left.row_stride == 1 and problem.rows * problem.inner <= _DIRECT_LEFT
-    pack_left = not (plain and not problem.of_halves and (left.column_stride == 1 or small))
+    pack_left = not (plain and left.memory.dtype == "float32" and (left.column_stride == 1 or small))
     micro_tiles = list(_micro_tiles(problem, capabilities))
 
     def best_for(size: Problem) -> Tiling:
@@ -142,7 +142,7 @@ def reads_windows(problem: Problem, micro_tile: MicroTile) -> bool:
     divisor, length, stride = right.column_stride.parts[-1]
     contiguous = (divisor, stride) == (1, 1) and length % lanes == 0 and problem.columns % lanes == 0
     few = problem.rows <= _FEW_ROWS and problem.columns >= micro_tile.columns
-    return contiguous and few and not problem.of_halves
+    return contiguous and few and right.memory.dtype == "float32"
 
 
 def most_lanes(capabilities: Capabilities) -> int:
@@ -187,7 +187,7 @@ def _packs_right(problem: Problem, tile: MicroTile) -> bool:
     return not reads_windows(problem, tile) and (
         right.column_stride != 1
         or isinstance(right.row_stride, Digits)
-        or problem.of_halves
+        or right.memory.dtype != "float32"
         or problem.columns < tile.columns
         or (large and problem.rows > _FEWER_ROWS)
     )

@@ -1,4 +1,4 @@
-"""The bridge for 16-bit floats on a CPU: operations in float32, and casts where fused kernels round."""
+"""The bridge on a CPU where bits depend on what is fused: 16-bit floats, and products that read windows."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from test_random_graphs import grown
 from test_same_bits import EXPRESSIONS
 
 import penstock as ps
-from penstock import Device, nn
-from penstock.compiler.halves import InFloat32, has_halves
+from penstock import Device
+from penstock.compiler.as_fused import AsFused, depends_on_fusion
 from penstock.compiler.passes import fused
 from penstock.config import Settings
 from penstock.drivers.opencl import opencl_capabilities
@@ -32,7 +32,9 @@ from penstock.graph.node import Node, leaf, placeholder, topological
 from penstock.graph.reducing import sum_
 from penstock.graph.separate import NotSeparable
 from penstock.graph.shaping import permute
+from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
 
+CPU = opencl_capabilities(NATIVE)
 DTYPES = ["float16", "bfloat16"]
 Function = Callable[..., ps.Tensor]
 
@@ -72,7 +74,7 @@ def check_bits(name: str, device: Device, wanted: ps.Tensor) -> None:
 
 
 def in_float32(*wanted: Node) -> list[Node]:
-    return [*map(InFloat32(fused(wanted, opencl_capabilities(NATIVE))).stored, wanted)]
+    return [*map(AsFused(fused(wanted, CPU), CPU).stored, wanted)]
 
 
 def names(*wanted: Node) -> list[str]:
@@ -117,7 +119,7 @@ def test_an_operation_of_several_kernels_is_computed_once() -> None:
 def test_a_constant_in_float32_is_rounded_to_16_bits() -> None:
     number = 0.1
     result = multiply(x_(), like(x_(), number))
-    values = InFloat32(fused([result], opencl_capabilities(NATIVE)))
+    values = AsFused(fused([result], CPU), CPU)
     ((wide, narrow),) = values.constants.items()
     assert wide in topological([values.stored(result)])
     assert (wide.attributes["number"], narrow.attributes["number"]) == (float(np.float16(number)), number)
@@ -163,12 +165,22 @@ def test_products_divide_their_sums_alike(cpu: Device, dtype: str, sizes: tuple[
             check_bits(name, cpu, function(x, y))
 
 
+def test_few_rows_are_multiplied_as_vectors(cpu: Device) -> None:
+    """Of windows that lie along K, which are not copied for these, but for others that read the same."""
+    x, few, more = (
+        ps.asarray(values("float32", *shape), device=cpu)
+        for shape in ((1, 1, 20, 64), (2, 1, 1, 30), (5, 1, 1, 30))
+    )
+    check_bits("few", cpu, F.conv2d(x, few))
+    check_bits("both", cpu, ps.concat([F.conv2d(x, few), F.conv2d(x, more)], axis=1))
+
+
 @pytest.mark.parametrize("first", [6000, 6100])
 def test_random_graphs_have_the_same_bits(cpu: Device, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_random_graphs, "FLOATS", ("float16", "bfloat16", "float16", "float32"))
     for seed in range(first, first + examples(30, quick=4)):
         _, wanted = grown(seed, 40, 0, lambda array: leaf(cpu.upload(array), array.shape, array.dtype))
-        assert has_halves(wanted)
+        assert depends_on_fusion(wanted)
         for fused_value, single in zip(*both(cpu, wanted), strict=True):
             assert fused_value.tobytes() == single.tobytes(), seed
 
@@ -187,6 +199,47 @@ def test_constants_keep_their_places(cpu: Device) -> None:
     (buffer,) = program.run([node.value for node in first.inputs], second.constants())
     expected = ps.jit(lambda x, y: (x * 3.5).astype(ps.float32) + y * 0.1)(x, y).numpy()
     np.testing.assert_array_equal(cpu.download(buffer, y.dtype, y.shape).wait(), expected)
+
+
+Shapes = tuple[int, int, int, int]  # rows and columns of images, channels, outputs
+
+
+def convolutions(array: Callable[..., ps.Tensor], shape: Shapes) -> dict[str, Callable[[], ps.Tensor]]:
+    rows, columns, channels, outputs = shape
+    x, weight = array(4, channels, rows, columns), array(outputs, channels, 3, 3)
+    one, even = x[:1].contiguous(), ps.exp(x[:, :, : rows // 2 * 2, : columns // 2 * 2])
+    return {
+        "with padding": lambda: F.conv2d(x, weight, padding=1),
+        "with a bias": lambda: F.relu(F.conv2d(x, weight, array(outputs))),
+        "with a stride": lambda: F.conv2d(x, weight, stride=2, padding=1),
+        "of items": lambda: F.conv2d(x, array(outputs, channels, 1, 1)),
+        "of an image": lambda: F.conv2d(one, array(outputs, channels, 5, 5), padding=2),
+        "of each channel": lambda: F.conv2d(x, array(channels, 1, 3, 3), padding=1, groups=channels),
+        "of few windows": lambda: F.conv2d(array(8, channels, 7, 7), weight),
+        "of many channels": lambda: F.conv2d(array(1, 90, 9, 16), array(outputs, 90, 3, 3), padding=1),
+        "of sequences": lambda: F.conv1d(array(4, channels, 300), array(outputs, channels, 5), padding=2),
+        "transposed": lambda: F.conv_transpose2d(x, array(channels, outputs, 2, 2), stride=2),
+        "largest items": lambda: F.max_pool2d(ps.exp(x), 3, stride=2, padding=1),
+        "means": lambda: F.avg_pool2d(even, 2),
+        "the gradient of a weight": lambda: ps.grad(lambda w: F.conv2d(x, w, padding=1).sum())(weight),
+        "the gradient of images": lambda: ps.grad(lambda x: (F.conv2d(x, weight, padding=1) ** 2).sum())(x),
+    }
+
+
+@pytest.mark.slow("(16, 24, 8, 16)", "bfloat16")
+@pytest.mark.parametrize("shape", [(20, 33, 5, 7), (16, 24, 8, 16)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", *DTYPES])
+def test_convolutions_add_up_in_the_order_of_windows(cpu: Device, dtype: str, shape: Shapes) -> None:
+    made = convolutions(lambda *shape: ps.asarray(values(dtype, *shape), device=cpu), shape)
+    for name, function in made.items():
+        check_bits(name, cpu, function())
+
+
+def test_large_copies_of_windows_are_not_separable(cpu: Device) -> None:
+    x, w = (ps.asarray(values("float32", *shape), device=cpu) for shape in ((64, 64, 64, 64), (4, 64, 3, 3)))
+    structure = Structure([F.conv2d(x, w)._node], cpu.capabilities)
+    with pytest.raises(NotSeparable, match="as long as"):
+        executables(cpu)._separate(structure)
 
 
 def test_products_that_share_panels_are_not_separable(cpu: Device) -> None:
@@ -219,7 +272,7 @@ OPERATIONS: list[Function] = [
     lambda x, y: x.T,
     lambda x, y: ps.concat([x[:, 7:], y[:, :7]], axis=1),
     lambda x, y: x @ y / 5,
-    lambda x, y: nn.functional.softmax(x, axis=1),
+    lambda x, y: F.softmax(x, axis=1),
     lambda x, y: x - ps.mean(x, axis=0),
     lambda x, y: x - ps.max(y, axis=1, keepdims=True),
     lambda x, y: x.astype(ps.float32) * 1.1,
@@ -262,7 +315,7 @@ def test_first_calls_later_calls_and_jitted_calls_give_the_same_bits(
 def test_what_is_new_waits_for_no_compiler(bridged: tuple[Device, set[str]], dtype: str) -> None:
     device, on_disk = bridged
     x = ps.asarray(values(dtype, 40, 30), device=device)
-    function: Function = lambda x: nn.functional.softmax(ps.exp(x) * 0.7 - x, axis=1)  # noqa: E731
+    function: Function = lambda x: F.softmax(ps.exp(x) * 0.7 - x, axis=1)  # noqa: E731
     compiled_ahead(device, on_disk, function(x))
     first = function(x).numpy()
     assert len(executables(device)._bridges) == 1

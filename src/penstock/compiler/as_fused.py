@@ -1,14 +1,17 @@
-"""The pass that writes out where a fused program rounds to float16 and bfloat16.
+"""The pass that writes out what a CPU's fused program computes in a way of its own.
 
-A fused kernel computes these in float32. It rounds what it stores, and what the graph casts to 16 bits. So
-operations in float32 with casts between them give its bits, whatever shares a kernel.
+A fused kernel computes float16 and bfloat16 in float32. It rounds what it stores, and what the graph casts to
+16 bits. So operations in float32 with casts between them give its bits, whatever shares a kernel. Products
+add up in the order that suits how the fused program reads their matrices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from penstock.drivers.driver import Capabilities
 from penstock.fusion.groups import Group
+from penstock.fusion.views import is_scattered
 from penstock.graph.contraction import GATHER, MATMUL
 from penstock.graph.dtypes import HALF_PRECISION, DType, float32
 from penstock.graph.elementwise import CAST, FULL, cast
@@ -16,19 +19,28 @@ from penstock.graph.node import Kind, Node, topological
 from penstock.graph.reference import constant_key, constant_value
 from penstock.graph.separate import NotSeparable
 from penstock.graph.shaping import SLICE_AT
+from penstock.kernels.matmul_group import cpu_order
 
 _IN_16_BITS = (FULL, GATHER, SLICE_AT)  # exact, and these may read little of a large array
 
 
-def has_halves(wanted: Iterable[Node]) -> bool:
-    """Whether a graph has float16 or bfloat16 anywhere."""
-    return any(_is_half(node) for node in topological(wanted))
+def depends_on_fusion(wanted: Iterable[Node]) -> bool:
+    """Whether a graph has float16 or bfloat16, or products of matrices as below."""
+    nodes = topological(wanted)
+    return any(map(_is_half, nodes)) or bool(scattered_operands(nodes))
 
 
-class InFloat32:
-    """The values of a fused program, from operations in float32."""
+def scattered_operands(nodes: Iterable[Node]) -> set[Node]:
+    """The matrices of products that lie unevenly in memory, as the windows of images do."""
+    products = [node for node in nodes if node.primitive is MATMUL and node.value is None]
+    return {operand for node in products for operand in node.inputs if is_scattered(operand)}
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+
+class AsFused:
+    """The values of a fused program, by operations that need not share kernels."""
+
+    def __init__(self, groups: Sequence[Group], capabilities: Capabilities) -> None:
+        self._capabilities = capabilities
         self.constants: dict[Node, Node] = {}  # those in float32, and the 16-bit ones that they stand for
         self._wide_constants: dict[Node, Node] = {}
         self._stored: dict[Node, Node] = {}
@@ -51,11 +63,10 @@ class InFloat32:
 
     def _fused(self, group: Group) -> None:
         values = {node: self.stored(node) for node in group.inputs}
-        in_memory = frozenset(values.values())
         for node in group.nodes:
             inputs = tuple(values[parent] for parent in node.inputs)
             if node.primitive.multiplies_matrices:
-                values[node] = self._product(node, inputs, in_memory)
+                values[node] = self._product(node, inputs, group)
             else:
                 values[node] = self._value(node, inputs)
         for node in group.outputs:
@@ -75,21 +86,23 @@ class InFloat32:
             return self._wide(node)
         return self._on(node, tuple(map(self._wide, inputs)))
 
-    def _product(self, node: Node, inputs: tuple[Node, ...], in_memory: frozenset[Node]) -> Node:
-        """A product, which reads its matrices through views that are not `in_memory`."""
+    def _product(self, node: Node, inputs: tuple[Node, ...], group: Group) -> Node:
+        """A product, which reads matrices through the views that are not in memory."""
+        in_memory = set(map(self.stored, group.inputs))
 
         def matrix(operand: Node) -> Node:
             if operand in in_memory or operand.primitive.kind is not Kind.VIEW:
                 return self._wide(operand)
-            return operand.on(tuple(map(matrix, operand.inputs)))
+            return self._on(operand, tuple(map(matrix, operand.inputs)))
 
-        if not _is_half(node):
+        if node.primitive is not MATMUL:
+            if _is_half(node):
+                raise NotSeparable(f"{node} reads 16-bit floats in a way of its own")
             return self._on(node, inputs)
         key = node, tuple(map(matrix, inputs))
         if key not in self._operations:
-            if node.primitive is not MATMUL:
-                raise NotSeparable(f"{node} reads 16-bit floats in a way of its own")
-            self._operations[key] = Node(MATMUL, key[1], {**node.attributes, "as_halves": True})
+            order = cpu_order(group, node, self._capabilities)
+            self._operations[key] = Node(MATMUL, key[1], {"order": order} if order else {})
         return self._operations[key]
 
     def _wide(self, value: Node) -> Node:
