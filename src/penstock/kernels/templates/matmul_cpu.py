@@ -251,7 +251,9 @@ class _Side:
                 gather(0, block.depth)
 
         if _in_runs(self.stride):
-            with k.when((offsets[-1] - offsets[0]).eq(LANES - 1)):
+            # Lines after the last are the last again, which may be as far away as if all were neighbours.
+            whole = first + lane + LANES <= self.length
+            with k.when(whole & (offsets[-1] - offsets[0]).eq(LANES - 1)):
                 copy()
             with k.otherwise():
                 by_steps()
