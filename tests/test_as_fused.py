@@ -222,6 +222,9 @@ def convolutions(array: Callable[..., ps.Tensor], shape: Shapes) -> dict[str, Ca
         "largest items": lambda: F.max_pool2d(ps.exp(x), 3, stride=2, padding=1),
         "means": lambda: F.avg_pool2d(even, 2),
         "the gradient of a weight": lambda: ps.grad(lambda w: F.conv2d(x, w, padding=1).sum())(weight),
+        "the gradient of items": lambda: ps.grad(lambda w: (F.conv2d(x, w, stride=3) ** 2).sum())(
+            weight[:, :, 1:2, 1:2]
+        ),
         "the gradient of images": lambda: ps.grad(lambda x: (F.conv2d(x, weight, padding=1) ** 2).sum())(x),
     }
 

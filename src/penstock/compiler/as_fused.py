@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from penstock.drivers.driver import Capabilities
 from penstock.fusion.groups import Group
 from penstock.fusion.views import is_scattered
+from penstock.graph.checkpoint import BARRIER
 from penstock.graph.contraction import GATHER, MATMUL
 from penstock.graph.dtypes import HALF_PRECISION, DType, float32
 from penstock.graph.elementwise import CAST, FULL, cast
@@ -44,6 +45,7 @@ class AsFused:
         self.constants: dict[Node, Node] = {}  # those in float32, and the 16-bit ones that they stand for
         self._wide_constants: dict[Node, Node] = {}
         self._stored: dict[Node, Node] = {}
+        self._copies: dict[Node, Node] = {}
         self._casts: dict[tuple[Node, DType], Node] = {}
         self._operations: dict[tuple[Node, tuple[Node, ...]], Node] = {}
         for group in groups:
@@ -87,13 +89,15 @@ class AsFused:
         return self._on(node, tuple(map(self._wide, inputs)))
 
     def _product(self, node: Node, inputs: tuple[Node, ...], group: Group) -> Node:
-        """A product, which reads matrices through the views that are not in memory."""
+        """A product, which reads matrices through the views that are not in memory, and no further."""
         in_memory = set(map(self.stored, group.inputs))
 
         def matrix(operand: Node) -> Node:
-            if operand in in_memory or operand.primitive.kind is not Kind.VIEW:
-                return self._wide(operand)
-            return self._on(operand, tuple(map(matrix, operand.inputs)))
+            is_view = operand.primitive.kind is Kind.VIEW and operand.value is None
+            if is_view and operand not in in_memory:
+                return self._on(operand, tuple(map(matrix, operand.inputs)))
+            wide = self._wide(operand)
+            return self._copied(wide) if is_view and wide is operand else wide
 
         if node.primitive is not MATMUL:
             if _is_half(node):
@@ -104,6 +108,12 @@ class AsFused:
             order = cpu_order(group, node, self._capabilities)
             self._operations[key] = Node(MATMUL, key[1], {"order": order} if order else {})
         return self._operations[key]
+
+    def _copied(self, view: Node) -> Node:
+        """A view that is in memory."""
+        if view not in self._copies:
+            self._copies[view] = Node(BARRIER, (view,), {})
+        return self._copies[view]
 
     def _wide(self, value: Node) -> Node:
         """A value in the dtype in which kernels compute."""
