@@ -26,7 +26,7 @@ _IN_16_BITS = (FULL, GATHER, SLICE_AT)  # exact, and these may read little of a 
 
 
 def depends_on_fusion(wanted: Iterable[Node]) -> bool:
-    """Whether a graph has float16 or bfloat16, or products of matrices as below."""
+    """Whether a graph has float16 or bfloat16, or products of matrices that lie unevenly in memory."""
     nodes = topological(wanted)
     return any(map(_is_half, nodes)) or bool(scattered_operands(nodes))
 
