@@ -12,13 +12,13 @@ from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
 
 
 class Arrays:
-    """Makes arrays on a device."""
+    """Makes arrays of floating point on a device."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, device: Device, dtype: str = "float32") -> None:
+        self._device, self._dtype = device, getattr(ps, dtype)
 
     def __call__(self, *shape: int) -> ps.Tensor:
-        return ps.asarray(np.ones(shape, np.float32), device=self._device)
+        return ps.asarray(np.ones(shape, self._dtype), device=self._device)
 
     def index(self, *shape: int) -> ps.Tensor:
         return ps.asarray(np.zeros(shape, np.int64), device=self._device)
@@ -91,4 +91,36 @@ USUAL: dict[str, Callable[[Arrays, int, int], ps.Tensor]] = {
     "means of the first": lambda a, n, m: ps.exp(a(9, n, m)).mean(axis=0),
     "largest of the middle": lambda a, n, m: ps.exp(a(9, n, m)).max(axis=1),
     "a gated unit": lambda a, n, m: F.glu(a(n, 2 * m)),
+}
+
+
+def _images(a: Arrays, n: int, m: int) -> ps.Tensor:
+    return a(2, 5, n // 8, m // 8)
+
+
+def _network(a: Arrays, n: int, m: int) -> ps.Tensor:
+    hidden = F.max_pool2d(F.relu(F.conv2d(_images(a, n, m), a(12, 5, 3, 3), a(12), padding=1)), 2)
+    return F.relu(F.conv2d(hidden, a(20, 12, 3, 3), a(20), padding=1)).mean(axis=(2, 3))
+
+
+# Of images and sequences; a GPU's kernels for these depend on shapes.
+OF_IMAGES: dict[str, Callable[[Arrays, int, int], ps.Tensor]] = {
+    "a convolution": lambda a, n, m: F.conv2d(_images(a, n, m), a(16, 5, 3, 3), a(16), padding=1),
+    "of large windows": lambda a, n, m: F.conv2d(a(1, 3, n // 8, m // 8), a(8, 3, 5, 5), padding=2),
+    "with a stride": lambda a, n, m: F.conv2d(_images(a, n, m), a(6, 5, 3, 3), stride=2, padding=1),
+    "of items": lambda a, n, m: F.conv2d(_images(a, n, m), a(8, 5, 1, 1)),
+    "of each channel": lambda a, n, m: F.conv2d(_images(a, n, m), a(5, 1, 3, 3), padding=1, groups=5),
+    "of sequences": lambda a, n, m: F.conv1d(a(3, 5, n), a(7, 5, 5), padding=2),
+    "a transposed convolution": lambda a, n, m: F.conv_transpose2d(_images(a, n, m), a(5, 4, 2, 2), stride=2),
+    "a network of convolutions": _network,
+    "the gradient of a weight": lambda a, n, m: ps.grad(
+        lambda w: (F.conv2d(_images(a, n, m), w, padding=1) ** 2).mean()
+    )(a(8, 5, 3, 3)),
+    "the gradient of images": lambda a, n, m: ps.grad(
+        lambda x: (F.conv2d(x, a(8, 5, 3, 3), padding=1) ** 2).mean()
+    )(_images(a, n, m)),
+    "largest of overlapping windows": lambda a, n, m: F.max_pool2d(
+        ps.exp(_images(a, n, m)), 3, stride=2, padding=1
+    ),
+    "means of windows": lambda a, n, m: F.avg_pool2d(ps.exp(_images(a, n, m)), 2),
 }

@@ -195,6 +195,17 @@ def test_random_convolutions(data: st.DataObject) -> None:
     check(result, list(convolve(x, w, g, stride, pairs, dilation, groups)))
 
 
+@pytest.mark.parametrize("columns", range(2, 6))
+def test_few_windows_of_several_rows(device: Device, columns: int) -> None:
+    """Those of a row are neighbours in memory, and the last of all may be as far as if all of them were."""
+    for rows in range(2, 5):
+        x, w = normal(1, 1, rows, columns), normal(4, 1, 1, 2, seed=1)
+        result = F.conv2d(ps.asarray(x, device=device), ps.asarray(w, device=device)).numpy()
+        windows = np.lib.stride_tricks.sliding_window_view(x[0, 0], 2, axis=1)
+        expected = np.einsum("hwk,ok->ohw", windows, w[:, 0, 0])[None]
+        np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_windows_are_not_written_out(device: Device) -> None:
     """The product reads windows in place, unless a library computes it, which needs contiguous operands."""
     if device.capabilities.matmul_library or device.name.startswith("host"):

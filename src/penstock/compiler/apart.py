@@ -11,13 +11,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from penstock.compiler.as_fused import AsFused, depends_on_fusion, scattered_operands
 from penstock.compiler.compilation import Compilation
 from penstock.compiler.passes import fused_groups
 from penstock.compiler.target import Target
 from penstock.fusion.column_reductions import is_column_part
 from penstock.fusion.groups import Group
+from penstock.fusion.panels import lay_out_panels
 from penstock.fusion.products import by_library
-from penstock.graph.node import Kind, Node
+from penstock.graph.node import Kind, Node, topological
 from penstock.graph.reducing import BLOCK
 from penstock.graph.separate import NotSeparable, separate
 from penstock.kernels.lowering.blocks import depends_on_order
@@ -26,13 +28,15 @@ from penstock.kernels.templates.launches import Lowering
 
 Order = tuple[int, ...]  # see `Lowered`
 
+_MOST_COPIED = 1 << 25  # items of the windows of images
+
 
 def keep_apart(state: Compilation, target: Target) -> Compilation:
     """Prevent fusion where the target asks for it. Raises NotSeparable where the bits would differ."""
     if target.fuses:
         return state
     if not target.gpu:
-        return replace(state, wanted=separate(state.wanted, {}, ()))
+        return _apart_on_cpu(state, target)
     groups = fused_groups(state, target)
     by_library = [group for group in groups if any(_is_by_library(node, target) for node in group.nodes)]
     # The additions that are part of a library's product.
@@ -41,6 +45,20 @@ def keep_apart(state: Compilation, target: Target) -> Compilation:
     }
     wanted = separate(state.wanted, _fused_sums(groups, target), biased)
     return replace(state, wanted=wanted, products=_products(map(target.lower, by_library)))
+
+
+def _apart_on_cpu(state: Compilation, target: Target) -> Compilation:
+    """On a CPU, only products that read windows, and what is rounded to 16 bits, depend on what is fused."""
+    if not depends_on_fusion(state.wanted):
+        return replace(state, wanted=separate(state.wanted, {}, ()))
+    if lay_out_panels(state.wanted, target.capabilities) != [*state.wanted]:
+        raise NotSeparable("the fused program lays out matrices")
+    values = AsFused(fused_groups(state, target), target.capabilities)
+    wanted = [*map(values.stored, state.wanted)]
+    copied = scattered_operands(topological(wanted))
+    if sum(operand.size for operand in copied) > _MOST_COPIED:
+        raise NotSeparable("copies of all windows would take as long as a compiler")
+    return replace(state, wanted=separate(wanted, {}, (), copied), stands_for=values.constants)
 
 
 def check_apart(state: Compilation, target: Target) -> Compilation:

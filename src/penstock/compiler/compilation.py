@@ -61,6 +61,8 @@ class Compilation:
     inputs: Sequence[Node]
     constants: Mapping[Constant, int]  # the number of each among the arguments of a run
     aliases: Mapping[int, int] = field(default_factory=dict)  # wanted values that should replace inputs
+    # Constants in float32 that stand for others, whose numbers they have.
+    stands_for: Mapping[Node, Node] = field(default_factory=dict)
     # Those that a library computes for a fused program, and how many of each.
     products: Mapping[Any, int] = field(default_factory=dict)
     groups: Sequence[Group] = ()

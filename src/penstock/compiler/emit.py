@@ -93,7 +93,7 @@ class _Steps:
         restored = (
             () if written is None else tuple(self._range(base(group.inputs[at])) for at in written.restores)
         )
-        scalars = tuple(self._state.constants[constant_key(node, name)] for node, name in constants(group))
+        scalars = tuple(self._number(node, name) for node, name in constants(group))
         calls: tuple[Call, ...] = ()
         if written is not None:
             calls = tuple(
@@ -124,6 +124,10 @@ class _Steps:
             group=group,
             lowering=written,
         )
+
+    def _number(self, node: Node, name: str) -> int:
+        """The number of a constant among the arguments of a run."""
+        return self._state.constants[constant_key(self._state.stands_for.get(node, node), name)]
 
     def _location(self, node: Node) -> Location:
         if node in self._layout.temporaries:

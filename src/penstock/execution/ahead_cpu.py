@@ -10,19 +10,22 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from penstock.execution.ahead_operations import array, moves, sorts
-from penstock.graph.contraction import matmul
-from penstock.graph.dtypes import bool_, float32, uint64
+from penstock.graph.contraction import gather, matmul
+from penstock.graph.convolution import padded
+from penstock.graph.dtypes import HALF_PRECISION, bool_, float32, int32, int64, uint64
+from penstock.graph.elementwise import cast, full
 from penstock.graph.node import Node, Shape, placeholder
 from penstock.graph.reducing import (
     any_,
     argmax,
     argmin,
+    expand,
     max_,
     min_,
     sort,
     sum_,
 )
-from penstock.graph.shaping import permute
+from penstock.graph.shaping import permute, reshape
 
 # A pair of lengths for each way to reduce a row: short and long rows, with and without a remainder after the
 # last 32 and the last 8 items.
@@ -31,6 +34,7 @@ ROW_COUNTS = 101, 5000  # reduced by a single task, and shared by several
 # Rows, steps and columns of products: one, few, and more than tiles, spans of sums or all cores take at once.
 PRODUCTS = (1, 2, 3, 6, 77, 1031), (1, 3, 7, 19, 700, 3001), (1, 2, 3, 7, 77, 1031)
 _BATCHED = (1, 2, 5, 77, 300), (3, 19, 64, 700), (1, 2, 6, 77, 300)
+_LONG_SUMS = (6, 3001, 77)  # which are divided in spans
 _DOTS = (4099, 20000, 65536, 75555, 150000, 200000, 300001, 1000000)  # items of products of vectors
 _SQUARES = (1, 2, 3, 4, 5, 7, 8, 12, 32, 40, 77, 300, 1031), (1, 3, 7, 19, 700, 3001)  # rows and steps
 # Rows and columns of sums: with and without a remainder after four rows, a block of sums, and a vector.
@@ -51,12 +55,27 @@ _CUBES = (
     *(((11, 101, 203), (19, 211, 307)), ((11, 103, 77), (19, 209, 107))),
     *(((8, 112, 160), (24, 176, 320)), ((8, 104, 88), (24, 168, 104))),
 )
+# Images and groups of channels; outputs and items of a window of each group, and windows.
+_CONVOLVED = (
+    ((1, 1), (2, 1), (5, 1), (1, 3), (1, 5), (2, 3), (5, 4)),
+    (
+        *((1, 5, 3), (3, 27, 6), (2, 700, 3), (3, 27, 77), (1, 5, 1300), (2, 700, 99), (1, 900, 1300)),
+        *((6, 5, 3), (77, 27, 6), (9, 700, 3), (6, 27, 77), (77, 5, 1300), (9, 700, 99), (77, 900, 1300)),
+    ),
+)
+_IMAGES = (
+    ((2, 5, 20, 33), (3, 7, 31, 45), (5, 3, 17, 29)),
+    ((2, 5, 20, 32), (3, 7, 31, 48), (5, 3, 17, 24)),
+    ((1, 5, 20, 33), (1, 7, 31, 45), (1, 3, 17, 29)),
+    ((1, 5, 20, 32), (1, 7, 31, 48), (1, 3, 17, 24)),
+    ((2, 5, 3, 4), (3, 7, 4, 5), (5, 3, 5, 3)),
+)
 _SORTED = ((101, 103), (211, 307)), ((104, 96), (168, 320))
 _SUMS, _MATRICES = (
     (ROWS, ROW_COUNTS, _LONG, _LONG_COUNTS, _COLUMNS, _WIDE),
-    (PRODUCTS, _BATCHED, _DOTS, _SQUARES),
+    (PRODUCTS, _BATCHED, _LONG_SUMS, _DOTS, _SQUARES, _CONVOLVED),
 )
-LIST = _SUMS, _MATRICES, _CUBES, _SORTED, 1  # counts what else changed
+LIST = _SUMS, _MATRICES, _CUBES, _IMAGES, _SORTED, 2  # counts what else changed
 
 
 def cpu_operations() -> Iterator[Sequence[Node]]:
@@ -75,15 +94,48 @@ def cpu_operations() -> Iterator[Sequence[Node]]:
         yield [reduce(array((rows, *shape)), (0,)) for rows, shape in _WIDE]
     yield [node for sizes in product(*PRODUCTS) for node in products(*sizes)]
     yield [node for steps in _DOTS for node in products(1, steps, 1)]
-    batched = [*enumerate(product(*_BATCHED), 2)]
+    batched = [*enumerate([*product(*_BATCHED), _LONG_SUMS], 2)]
     yield [node for at, sizes in batched for node in products(*sizes, batch=(at,))]
     yield [node for at, sizes in batched for node in products(*sizes, batch=(at % 7 + 2, at % 5 + 2))]
     yield [node for sizes in product(*_SQUARES) for node in squares(*sizes)]
     for first, second in _CUBES:
         yield from zip(moves(*first), moves(*second), strict=True)
+        yield from zip(_halves(*first), _halves(*second), strict=True)
+    yield [node for first, second in product(*_CONVOLVED) for node in _convolved(*first, *second)]
+    for several in _IMAGES:
+        yield [node for shape in several for node in _padded(*shape)]
+        yield [full(shape, float32, 1) for shape in several]
     for one, other in _SORTED:
         yield from zip(sorts(*one), sorts(*other), strict=True)
         yield from zip(_single_rows(*one), _single_rows(*other), strict=True)
+
+
+def _convolved(images: int, groups: int, outputs: int, inner: int, windows: int) -> Iterator[Node]:
+    """The products of convolutions: of weights, which all images have in common, and columns of windows."""
+    weights = array((groups, outputs, inner)), permute(array((groups, inner, outputs)), (0, 2, 1))
+    for left in weights:
+        repeated = expand(reshape(left, (1, groups, outputs, inner)), (images, groups, outputs, inner))
+        yield matmul(repeated, array((images, groups, inner, windows)))
+    yield matmul(array((images, groups, outputs, inner)), array((images, groups, inner, windows)))
+    steps = 3 * outputs * windows  # of the gradient of weights, over the windows of all images
+    yield matmul(array((groups, outputs, steps)), array((groups, steps, inner)))
+
+
+def _padded(*shape: int) -> Iterator[Node]:
+    """Images with zeros around them, and what tells these from the images."""
+    for pairs in (((1, 1), (1, 1)), ((2, 2), (3, 3)), ((1, 0), (1, 0))):
+        yield padded(array(shape), pairs)
+        yield padded(full(shape, bool_, True), pairs)
+
+
+def _halves(_: int, rows: int, columns: int) -> Iterator[Node]:
+    """What 16-bit floats need beside the operations of float32."""
+    for dtype in HALF_PRECISION:
+        for shape in ((rows, columns), ()):
+            yield cast(array(shape, dtype), float32)
+            yield cast(array(shape), dtype)
+        yield gather(array((rows, columns), dtype), array((rows + 1,), int64))
+        yield gather(array((rows * columns,), dtype), array((rows,), int32))
 
 
 def _single_rows(rows: int, columns: int) -> Iterator[Node]:

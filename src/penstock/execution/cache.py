@@ -198,8 +198,7 @@ class ExecutableCache:
     ) -> _Bridge | None:
         """What computes a structure while a thread builds its fused kernels: NumPy, or single operations.
 
-        None where no compiler is needed, and where single operations are not compiled yet, or give other
-        bits: a fused kernel does not round float16 and bfloat16 between operations.
+        None where no compiler is needed, and where single operations are not compiled, or give other bits.
         """
         if self._forced or self._ahead is None:
             return None
@@ -255,10 +254,15 @@ class ExecutableCache:
         return self._ahead is not None and self._may_be_apart(structure)
 
     def _may_be_apart(self, structure: Structure) -> bool:
-        """Whether single operations give the bits of a structure, and are not too many."""
+        """Whether single operations give the bits of a structure, and are not too many.
+
+        A GPU's kernels of 16-bit floats are contracted and have quick functions: bits depend on fusion.
+        """
         operations = structure.operations
-        rounded = any(node.dtype in HALF_PRECISION for node in (*operations, *structure.inputs))
-        return not rounded and len(operations) <= _MAX_OPERATIONS
+        if len(operations) > _MAX_OPERATIONS:
+            return False
+        gpu = self._device.capabilities.vector_width == 1
+        return not (gpu and any(node.dtype in HALF_PRECISION for node in (*operations, *structure.inputs)))
 
     def _single_operations(self, structure: Structure, state: State | None) -> Executable | None:
         """The program of single operations; None where they are not compiled, or need too much memory."""

@@ -122,6 +122,12 @@ def digits_index(
     return None if in_place is None else (repeated, (in_place[1].constant, _strides(operand, in_place[1])))
 
 
+def is_scattered(operand: Node) -> bool:
+    """Whether views of an operand have items that are not evenly apart along an axis."""
+    in_place = digits_index(operand, ())
+    return in_place is None or any(isinstance(step, Digits) for step in in_place[1][1].values())
+
+
 def _strides(operand: Node, index: Index) -> dict[str, int | Digits]:
     return {name: index.factor(name) for name in matrix_variables(operand.ndim)}
 

@@ -15,7 +15,8 @@ FEW_ROWS = 3  # or columns of a product that a CPU computes as dot products
 _PART = 4096  # the longest sum that NumPy's matmul computes; longer sums are added up in parts
 
 
-def _matmul_shape(x: Node, y: Node) -> tuple[Shape, DType]:
+def _matmul_shape(x: Node, y: Node, order: tuple[int, ...] = ()) -> tuple[Shape, DType]:
+    """`order`: how a CPU adds up the sums, where that is given (see `Problem`)."""
     assert x.ndim == y.ndim >= 2
     assert x.shape[:-2] == y.shape[:-2]
     assert x.shape[-1] == y.shape[-2]

@@ -13,13 +13,17 @@ class NotSeparable(Exception):
 
 
 def separate(
-    wanted: Sequence[Node], orders: Mapping[Node, tuple[int, ...]], biased: Container[Node]
+    wanted: Sequence[Node],
+    orders: Mapping[Node, tuple[int, ...]],
+    biased: Container[Node],
+    copied: Container[Node] = (),
 ) -> list[Node]:
     """The wanted nodes, with an optimization barrier between every operation and its computed inputs.
 
     There is none before constants, nor before the views through which a product reads its matrices, since
-    the order of its sums depends on those views; nor between a product and the addition of a bias in
-    `biased`, which a library computes together. `orders`: those in which reductions add up, where it matters.
+    the order of its sums depends on those views, unless that is given and the matrix is `copied`; nor between
+    a product and the addition of a bias in `biased`, which a library computes together. `orders`: those in
+    which reductions add up, where it matters.
     """
     barriers: dict[Node, Node] = {}
     new: dict[Node, Node] = {}
@@ -45,7 +49,10 @@ def separate(
         if node.value is not None:
             new[node] = node
         elif node.primitive.multiplies_matrices:
-            new[node] = node.on(tuple(map(matrix, node.inputs)))
+            ordered = "order" in node.attributes
+            new[node] = node.on(
+                tuple(apart(new[x]) if ordered and x in copied else matrix(x) for x in node.inputs)
+            )
         elif node in biased:
             new[node] = node.on(tuple(map(term, node.inputs)))
         elif node.primitive.same_bytes:

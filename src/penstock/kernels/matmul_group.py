@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from penstock.drivers.driver import Capabilities
 from penstock.fusion.groups import Group
@@ -23,7 +24,7 @@ from penstock.kernels.lowering.values import LanesImpossible, Value
 from penstock.kernels.templates.launches import Lowering, one_launch
 from penstock.kernels.templates.linear_tiles import LinearProblem, divided, linear_tiles
 from penstock.kernels.templates.matmul import BATCH, Epilogue, Matrix, Problem, offset
-from penstock.kernels.templates.matmul_cpu import cpu_matmul
+from penstock.kernels.templates.matmul_cpu import cpu_matmul, order_of
 from penstock.kernels.templates.matmul_gpu import gpu_matmul, gpu_width
 from penstock.kernels.templates.matmul_tiling import LANES
 from penstock.kernels.templates.packed_cpu import cpu_packed
@@ -41,23 +42,38 @@ def matmul_group(
     epilogue = _Epilogue(group, product, vectors)
     kernel = epilogue.kernel
     k = KernelBuilder(name, capabilities, kernel.outputs, kernel.inputs, kernel.scalars)
-    sides = [_matrix(k, group, side, product) for side in product.inputs]
-    problem = Problem(
+    problem = _problem(k, group, product, varied, shared)
+    width = epilogue.possible(LANES if vectors else gpu_width(problem, capabilities, kernel.outputs))
+    build = cpu_matmul if vectors else gpu_matmul
+    source = build(k, problem, capabilities, epilogue.statements, width)
+    operands = {k.inputs.index(side.memory) for side in (problem.left, problem.right)}
+    over = overwritable(group, epilogue.loads, epilogue.stores)
+    may_alias = tuple(tuple(at for at in inputs if at not in operands) for inputs in over)
+    return replace(one_launch(source, may_alias), order=problem.order)
+
+
+def cpu_order(group: Group, product: Node, capabilities: Capabilities) -> tuple[int, ...]:
+    """In which order a CPU's kernel of a group adds up the sums of a product; see `Problem`."""
+    inputs = [str(node.dtype) for node in group.inputs]
+    k = KernelBuilder("", capabilities, [], inputs, [])
+    return order_of(_problem(k, group, product), capabilities)
+
+
+def _problem(
+    k: KernelBuilder, group: Group, product: Node, varied: bool = False, shared: bool = False
+) -> Problem:
+    left, right = (_matrix(k, group, side, product) for side in product.inputs)
+    return Problem(
         batch=math.prod(product.shape[:-2]),
         rows=product.shape[-2],
         columns=product.shape[-1],
         inner=product.inputs[0].shape[-1],
-        left=sides[0][1],
-        right=sides[1][1],
+        left=left,
+        right=right,
         varied=varied,
         shared=shared,
+        order=product.attributes.get("order", ()),
     )
-    width = epilogue.possible(LANES if vectors else gpu_width(problem, capabilities, kernel.outputs))
-    build = cpu_matmul if vectors else gpu_matmul
-    source = build(k, problem, capabilities, epilogue.statements, width)
-    operands = {group.inputs.index(node) for node, _ in sides}
-    over = overwritable(group, epilogue.loads, epilogue.stores)
-    return one_launch(source, tuple(tuple(at for at in inputs if at not in operands) for inputs in over))
 
 
 def packed_group(group: Group, product: Node, capabilities: Capabilities, name: str) -> Lowering:
@@ -134,7 +150,7 @@ def _place_in(row: ir.Expr, column: ir.Expr) -> ir.Expr:
     return row * PACKED_FEATURES + column % PACKED_FEATURES
 
 
-def _matrix(k: KernelBuilder, group: Group, operand: Node, product: Node) -> tuple[Node, Matrix]:
+def _matrix(k: KernelBuilder, group: Group, operand: Node, product: Node) -> Matrix:
     """The input that an operand is a view of, and its strides there."""
     in_place = digits_index(operand, group.inputs)
     node, (first, steps) = in_place or (base(operand), (0, _contiguous(operand)))
@@ -146,7 +162,7 @@ def _matrix(k: KernelBuilder, group: Group, operand: Node, product: Node) -> tup
             begin = begin + offset(BATCH // math.prod(lengths[axis + 1 :]) % length, step)
     memory = k.inputs[group.inputs.index(node)]
     panel_width = operand.inputs[0].shape[-1] if operand.primitive is PANELS else 0
-    return node, Matrix(memory, begin, steps["i"], steps["j"], panel_width)
+    return Matrix(memory, begin, steps["i"], steps["j"], panel_width)
 
 
 def _contiguous(node: Node) -> dict[str, int | Digits]:

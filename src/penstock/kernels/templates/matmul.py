@@ -63,3 +63,6 @@ class Problem:
     right: Matrix
     varied: bool = False  # a kernel for many sizes, rather than the best for this size
     shared: bool = False  # one of the few kernels for all sizes
+    # Where it is given, how a CPU divides K: into blocks, of which some are added up before they are added to
+    # the total.
+    order: tuple[int, ...] = ()

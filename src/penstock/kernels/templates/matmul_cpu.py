@@ -38,10 +38,18 @@ def cpu_matmul(
         return panel_matmul(k, problem, capabilities, epilogue, width)
     if _is_thin(problem):
         return _thin(k, problem, capabilities, epilogue)
+    if problem.order:
+        return shared_matmul(k, problem, problem.order, capabilities, epilogue)
     plan = tiling(problem, capabilities)
     if problem.shared and width > 1 and serves(problem):
-        return shared_matmul(k, problem, plan, capabilities, epilogue)
+        return shared_matmul(k, problem, (plan.depth_blocks, plan.span), capabilities, epilogue)
     return _TiledProduct(k, problem, plan, epilogue, width).build()
+
+
+def order_of(problem: Problem, capabilities: Capabilities) -> tuple[int, ...]:
+    """How its kernel divides K, see `Problem`; nothing if it computes items as dot products."""
+    plan = tiling(problem, capabilities)
+    return () if _is_thin(problem) else (plan.depth_blocks, plan.span)
 
 
 @dataclass(frozen=True)
@@ -243,7 +251,9 @@ class _Side:
                 gather(0, block.depth)
 
         if _in_runs(self.stride):
-            with k.when((offsets[-1] - offsets[0]).eq(LANES - 1)):
+            # Lines after the last are the last again, which may be as far away as if all were neighbours.
+            whole = first + lane + LANES <= self.length
+            with k.when(whole & (offsets[-1] - offsets[0]).eq(LANES - 1)):
                 copy()
             with k.otherwise():
                 by_steps()
@@ -442,7 +452,7 @@ def _transposed(k: KernelBuilder, rows: Sequence[Var]) -> list[Var]:
 
 def _is_thin(problem: Problem) -> bool:
     """Whether there are so few rows or columns that each item is best computed as a dot product along K."""
-    along = problem.left.column_stride == 1 and problem.right.row_stride == 1
+    along = problem.left.column_stride == 1 and problem.right.row_stride == 1 and not problem.order
     return along and min(problem.rows, problem.columns) <= FEW_ROWS and problem.inner >= LANES
 
 

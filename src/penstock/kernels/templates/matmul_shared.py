@@ -16,7 +16,7 @@ from penstock.kernels.source import KernelSource
 from penstock.kernels.templates.launches import CPU_SHARES
 from penstock.kernels.templates.matmul import BATCH, Epilogue, Problem
 from penstock.kernels.templates.matmul_micro import minimum, share
-from penstock.kernels.templates.matmul_tiling import LANES, Tiling
+from penstock.kernels.templates.matmul_tiling import LANES
 
 _ROWS = 4  # of a micro-tile: as many sums as a processor works on at a time
 
@@ -31,9 +31,13 @@ def serves(problem: Problem) -> bool:
 
 
 def shared_matmul(
-    k: KernelBuilder, problem: Problem, plan: Tiling, capabilities: Capabilities, epilogue: Epilogue
+    k: KernelBuilder,
+    problem: Problem,
+    order: tuple[int, ...],
+    capabilities: Capabilities,
+    epilogue: Epilogue,
 ) -> KernelSource:
-    """The kernel of a product; `plan`: the best tiling, which divides the sums along K."""
+    """The kernel of a product; `order`: that of the best tiling, see `Problem`."""
     rows = _ROWS if problem.rows >= _ROWS else 1
     width = LANES if problem.columns >= LANES else 1
     panels = ceil(problem.rows / rows)
@@ -45,18 +49,22 @@ def shared_matmul(
         # The last panel begins early, and so do the last columns: some items are computed twice.
         row = k.let("row", minimum(panel * rows, problem.rows - rows))
         column = k.let("column", minimum(first, problem.columns - width))
-        for i, total in enumerate(_totals(k, problem, plan, (row, rows), (column, width))):
+        for i, total in enumerate(_totals(k, problem, order, (row, rows), (column, width))):
             with k.when(TRUE):  # a scope of its own
                 k.splice(epilogue(row + i, column, total))
     return k.source((problem.batch * parts,), (1,))
 
 
 def _totals(
-    k: KernelBuilder, problem: Problem, plan: Tiling, rows: tuple[Expr, int], columns: tuple[Expr, int]
+    k: KernelBuilder,
+    problem: Problem,
+    order: tuple[int, ...],
+    rows: tuple[Expr, int],
+    columns: tuple[Expr, int],
 ) -> list[Var]:
     """The sums of a micro-tile, row by row: spans of K are added up, and then added to the total."""
     (row, count), (column, width) = rows, columns
-    spans, ends = _spans(problem.inner, plan)
+    spans, ends = _spans(problem.inner, *order)
     zero = k.identity("sum", "float32", width)
     totals = [k.variable(f"total{i}", zero) for i in range(count)]
     with k.loop("span", 0, spans) as span:
@@ -80,13 +88,13 @@ def _neighbours(k: KernelBuilder, problem: Problem, step: Expr, column: Expr, wi
     return k.vector([k.load(right.memory, right.index(step, column + lane)) for lane in range(width)])
 
 
-def _spans(inner: int, plan: Tiling) -> tuple[int, Callable[[Expr], Expr]]:
+def _spans(inner: int, depth_blocks: int, span: int) -> tuple[int, Callable[[Expr], Expr]]:
     """How many spans K has, and where each begins.
 
     Blocks of K have the same length, but the first of them one step more. The numbers are doubled, and a
     single span is written like several: a factor of 1 would make another kernel.
     """
-    spans = ceil(plan.depth_blocks / plan.span)
-    each, more = divmod(inner, plan.depth_blocks) if spans > 1 else (inner, 0)
-    length = plan.span if spans > 1 else 1
+    spans = ceil(depth_blocks / span)
+    each, more = divmod(inner, depth_blocks) if spans > 1 else (inner, 0)
+    length = span if spans > 1 else 1
     return spans, lambda number: number * (each * length) + minimum(number * (2 * length), 2 * more) // 2
