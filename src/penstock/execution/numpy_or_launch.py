@@ -78,7 +78,7 @@ class NumpyOrLaunch:
         results = self._launch(inputs, numbers)
         seconds, event = perf_counter() - start, results[0].usage.event
         self._launches += 1
-        is_done = event is not None and self._driver.is_done(event)
+        is_done = event is None or self._driver.is_done(event)
         if is_done and seconds < self._seconds:
             self._quick_launches += 1
             self._launches_only = self._quick_launches == _QUICK_LAUNCHES

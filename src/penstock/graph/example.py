@@ -18,6 +18,7 @@ Take: TypeAlias = Callable[[Sequence[Node]], Sequence[Node]]  # some of the item
 Places: TypeAlias = tuple[int, ...]
 _MOST_PARTS = 16  # operations of an example: what is longer is found by its structure
 _MOST_NUMBERS = 64  # for which an example remembers all constants
+_NO_NUMBERS = LRU[Node, tuple[Any, ...]](0)
 
 
 class Example:
@@ -56,8 +57,8 @@ class Example:
         self._taken = self._values = _items(())  # in the order of the program; all, some of them twice
         self._pattern: Places = ()  # of all values, the first that is the same, where some are there twice
         self._given: Take | None = None  # the numbers, if there are any
-        self._number: int | None = None  # the place of the only one
-        self._known: LRU[Node, tuple[Any, ...]] | None = None  # the constants with that
+        self._number = -1  # the place of the only one
+        self._known = _NO_NUMBERS  # the constants with that
         self._fixed: tuple[Constant, ...] = ()  # constants that are no items, such as those of subgraphs
         self._constants: Places = ()  # of these and the numbers, the first that is the same
         self._order: Places = ()  # the same in the order of the program
@@ -106,8 +107,8 @@ class Example:
         self._taken, self._values = _items([items.index(value) for value in inputs]), _items(values)
         self._pattern = _firsts(leaves) if len({*leaves}) < len(leaves) else ()
         self._given = _items(given) if given else None
-        self._number = given[0] if len(given) == 1 else None
-        self._known = LRU(_MOST_NUMBERS) if len(given) == 1 else None
+        self._number = given[0] if len(given) == 1 else -1
+        self._known = LRU(_MOST_NUMBERS) if len(given) == 1 else _NO_NUMBERS
         self._fixed, self._constants = tuple(fixed), _firsts(keys)
         self._order = tuple([keys.index(constant) for constant in constants])
         return True
@@ -129,13 +130,13 @@ class Example:
                 return (), ()
         elif len(taken) > 1 and len({*taken}) < len(taken):
             return (), ()
+        if self._number >= 0:
+            numbers = self._known.get(items[self._number])
+            if numbers:
+                return taken, numbers
         if self._given is None:
             return taken, self.numbers
-        numbers = None
-        if self._known is not None and self._number is not None:
-            numbers = self._known.get(items[self._number])
-        if numbers is None:
-            numbers = self._with(self._given(items))
+        numbers = self._with(self._given(items))
         return (taken if numbers else ()), numbers
 
     def _with(self, given: Sequence[Node]) -> tuple[Any, ...]:
@@ -143,7 +144,7 @@ class Example:
         keys = [*self._fixed, *_keys(given)]
         is_same = _firsts(keys) == self._constants
         numbers = constant_values(tuple([keys[at] for at in self._order])) if is_same else ()
-        if self._known is not None:
+        if self._number >= 0:
             self._known[given[0]] = numbers
         return numbers
 

@@ -238,14 +238,12 @@ def sliced(x: Tensor, slices: Slices, shape: Shape) -> Tensor:
         with device.running:  # for other threads
             device.examples[kind] = like
     example = like.node
-    (before,) = example.inputs
-    if before.value is not None:  # a single view
-        if node.value is not None:
-            return tensor_like(example.alike((node,)), device)
-        return on_pending(example, node, (node,), device)
     if node.value is not None:
-        return tensor_like(example.alike((before.alike((node,)),)), device)
-    part = on_nodes(before, (node,), device)._actual_node
+        inputs = (node,) if like.is_plain else (example.inputs[0].alike((node,)),)
+        return tensor_like(example.alike(inputs), device)
+    if like.is_plain:  # a single view
+        return on_pending(example, node, (node,), device)
+    part = on_pending(example.inputs[0], node, (node,), device)._actual_node
     return like_before((shaping.reshape, *kind), (part,), device, partial(shaping.reshape, shape=shape))
 
 
