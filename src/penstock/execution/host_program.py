@@ -22,7 +22,7 @@ from penstock.runtime import Device
 if TYPE_CHECKING:
     from penstock.execution.launched import RunProgram
 
-Result = TypeVar("Result")
+Other = TypeVar("Other")
 _FEW_ITEMS = 256  # of a value that is kept for the next run
 _QUIET = copy_context()  # in which NumPy does not warn; to enter a copy takes less time than `np.errstate`
 _QUIET.run(np.seterr, all="ignore")
@@ -110,7 +110,7 @@ class HostProgram:
             values = [views.enter_context(self._device.view(buffer, *kind)) for buffer, kind in given]
             return self._computed(values, numbers)
 
-    def _run_alone(self, general: Callable[..., Result]) -> Callable[..., list[Buffer] | Result]:
+    def _run_alone(self, general: Callable[..., Other]) -> Callable[..., list[Buffer] | Other]:
         """What runs a single operation on inputs and constants, with little around it, where it can."""
         layers, stream = self._device.layers(), self._stream
         call, given, _, kind = self._steps[-1]
@@ -119,7 +119,7 @@ class HostProgram:
         kinds, constants = self._kinds, len(self._steps) - 1
         is_ordered = given == (*range(len(kinds) + constants),)
 
-        def run(inputs: Sequence[Buffer], numbers: Sequence[Any]) -> list[Buffer] | Result:
+        def run(inputs: Sequence[Buffer], numbers: Sequence[Any]) -> list[Buffer] | Other:
             if stream.recorders or numbers is not self._numbers or len(self._last) < constants:
                 return general(inputs, numbers)
             if stream.unavailable:

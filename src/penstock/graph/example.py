@@ -77,11 +77,10 @@ class Example:
 
         `moved`: the program takes more constants than the node has, which are always the same.
         """
-        if self.is_plain:
-            is_known = [*inputs] == [*node.inputs]
-        else:
-            is_known = not self.shares and self._note_places(node, inputs, constants, moved)
-        if is_known:
+        if self.shares:
+            return
+        is_own = self.is_plain and [*inputs] == [*node.inputs]
+        if is_own or (not self.is_plain and self._note_places(node, inputs, constants, moved)):
             self.run, self.numbers = run, constant_values(tuple(constants)) if constants else ()
 
     def _note_places(

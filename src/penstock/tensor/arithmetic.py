@@ -186,7 +186,7 @@ def _recording(name: str, apply: Callable[[Node, Node], Node], kinds: str) -> tu
                     if first.like is not NUMBER and second.like is not NUMBER:
                         if first is not second:
                             return composed(x1, x2)
-                        kind = general, first.shape, first.dtype.name
+                        kind = general, "twice", first.shape, first.dtype.name
                         return like_before(kind, (first, second), device, apply)
                     note_number(general, apply(first, second), device, x1, x2)
                 node = apply(first, second)

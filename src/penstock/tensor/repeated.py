@@ -159,12 +159,12 @@ def again_with_number(function: Callable[..., Tensor], x1: Any, x2: Any) -> Tens
 def note_number(function: Callable[..., Tensor], node: Node, device: Device, x1: Any, x2: Any) -> None:
     """Have `again_with_number` make nodes like this, which applies a primitive to both operands."""
     at = 0 if type(x1) in _PLAIN else 1
-    number = x2 if at else x1
+    x, number = (x1, x2) if at else (x2, x1)
     if type(number) not in _PLAIN or node.tracked or not device.reuses_graphs:
         return
     operand, constant = node.inputs[1 - at], node.inputs[at]
-    if constant.like is not NUMBER:
-        return
+    if constant.like is not NUMBER or operand is not x._actual_node:
+        return  # it is made of several primitives
     stand_in = placeholder(operand.shape, operand.dtype)
     example = node.on((stand_in, constant) if at else (constant, stand_in))
     if is_much(example):
