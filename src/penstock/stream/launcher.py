@@ -50,6 +50,8 @@ def launcher(
                 except DeviceError as error:
                     raise DeviceError(error.reason, describe(command)) from None
                 if event is None:
+                    if not is_idle:
+                        _forget(buffers, driver)
                     return
                 if is_idle:
                     queue.admit(buffers)  # which counts their bytes
@@ -71,3 +73,11 @@ def launcher(
                 raise
 
     return record
+
+
+def _forget(buffers: Sequence[Buffer], driver: Driver) -> None:
+    """Forget the last uses of buffers, which are done, unless they have failed."""
+    for buffer in buffers:
+        event = buffer.usage.event
+        if event is not None and not driver.failures((event,)):
+            buffer.usage.forget()
