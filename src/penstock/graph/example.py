@@ -55,7 +55,8 @@ class Example:
         self.numbers: tuple[Any, ...] = ()  # the constants that this takes, if they are always the same
         self._pending: Places = ()
         self._taken = self._values = _items(())  # in the order of the program; all, some of them twice
-        self._pattern: Places = ()  # of all values, the first that is the same, where some are there twice
+        # Of all values, the first that is the same, where some are there twice; None: there is only one.
+        self._pattern: Places | None = None
         self._given: Take | None = None  # the numbers, if there are any
         self._number = -1  # the place of the only one
         self._known = _NO_NUMBERS  # the constants with that
@@ -104,7 +105,7 @@ class Example:
             return False
         self._pending = tuple(pending)
         self._taken, self._values = _items([items.index(value) for value in inputs]), _items(values)
-        self._pattern = _firsts(leaves) if len({*leaves}) < len(leaves) else ()
+        self._pattern = _firsts(leaves) if len({*leaves}) < len(leaves) else () if len(leaves) > 1 else None
         self._given = _items(given) if given else None
         self._number = given[0] if len(given) == 1 else -1
         self._known = LRU(_MOST_NUMBERS) if len(given) == 1 else _NO_NUMBERS
@@ -124,11 +125,10 @@ class Example:
                 return (), ()
             items += part.inputs
         taken, pattern = self._taken(items), self._pattern
-        if pattern:
-            if _firsts(self._values(items)) != pattern:
+        if pattern is not None:
+            is_other = _firsts(self._values(items)) != pattern if pattern else len({*taken}) < len(taken)
+            if is_other:
                 return (), ()
-        elif len(taken) > 1 and len({*taken}) < len(taken):
-            return (), ()
         if self._number >= 0:
             numbers = self._known.get(items[self._number])
             if numbers:
