@@ -484,6 +484,31 @@ def test_a_launch_is_preferred_once_the_calling_thread_runs_it(
     assert not by_numpy[0]
 
 
+def test_a_launch_after_a_pause_is_not_what_launches_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of several takes longer than NumPy, those that follow it take less time."""
+    clock, by_numpy, is_first = 0.0, 0, True
+    monkeypatch.setattr(numpy_or_launch, "perf_counter", lambda: clock)
+    result = SimpleNamespace(usage=SimpleNamespace(event=object()))
+
+    def on_host(inputs: Any, numbers: Any) -> list[Any]:
+        nonlocal clock, by_numpy, is_first
+        clock, by_numpy, is_first = clock + 6e-6, by_numpy + 1, True
+        return [result]
+
+    def launch(inputs: Any, numbers: Any) -> list[Any]:
+        nonlocal clock, is_first
+        clock += 9e-6 if is_first else 4e-6
+        is_first = False
+        return [result]
+
+    driver = cast(Any, SimpleNamespace(launch_seconds=8e-6, is_done=lambda event: True))
+    program = cast(Any, SimpleNamespace(run_in_place=on_host))
+    run = numpy_or_launch.NumpyOrLaunch(program, launch, 20e-6, driver).run
+    for _ in range(200):
+        run((), ())
+    assert by_numpy < 100
+
+
 def test_numpy_is_not_given_up_on_a_machine_that_is_busy_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, by_numpy = 0.0, 0
     monkeypatch.setattr(numpy_or_launch, "perf_counter", lambda: clock)

@@ -49,6 +49,16 @@ OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "limits": lambda x, y: x.clip(-0.5, 0.75),
     "a lower limit": lambda x, y: x.clip(0, None),
     "equal limits": lambda x, y: x.clip(0.5, 0.5),
+    "a value twice": lambda x, y: (x - y) * x,
+    "a pending value twice": lambda x, y: (x - y) * (x - y) + y,
+    "a view of a view": lambda x, y: x[2:, 1:].T[3] - 0.5,
+    "an inserted axis": lambda x, y: x[:, None] < y[:4, None, :][0],
+    "columns by index": lambda x, y: x[:, y[0, :3].argsort(axis=0)],
+    "another shape and a number": lambda x, y: x.reshape((7, 9)) + 2.0,
+    "a mask": lambda x, y: x[y > 0.25],
+    "rows by a mask": lambda x, y: x[y[:, 0] > 0.25],
+    "a NumPy number": lambda x, y: (x - np.float32(2.5)) * np.float32(0.5),
+    "a NumPy array": lambda x, y: x + np.arange(7, dtype=np.float32),
 }
 # The same by functions of both namespaces.
 FUNCTIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
@@ -56,6 +66,10 @@ FUNCTIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "stack": lambda np, x, y: np.stack([x, y], axis=1),
     "a stack of the same": lambda np, x, y: np.stack([x, x]),
     "two numbers": lambda np, x, y: np.where(x > y, 1.5, -2.5),
+    "where": lambda np, x, y: np.where(x > 0, x, y),
+    "where, of a number": lambda np, x, y: np.where(x > y, x, np.float32(0.5) if np is not ps else 0.5),
+    "an inserted first axis": lambda np, x, y: np.expand_dims(x, axis=0) - y,
+    "what is true anywhere": lambda np, x, y: np.any((x > 1) & ~(y < 0), axis=0),
     "lower triangle": lambda np, x, y: np.tril(x, k=-1),
     "upper triangle": lambda np, x, y: np.triu(y),
     "repeated items": lambda np, x, y: np.repeat(x, 3, axis=1),
@@ -176,6 +190,56 @@ def test_indices_are_checked_where_others_were_in_range(device: Device) -> None:
         np.testing.assert_allclose(
             functional.cross_entropy(x, ignored).item(), functional.cross_entropy(rows, both).item(), 1e-6
         )
+
+
+def test_expressions_of_values_and_numbers_that_may_be_the_same(device: Device) -> None:
+    """What is the same is one argument of a program, and another program takes what differs."""
+    arrays = [np.linspace(-3, 9, 12, dtype=np.float32).reshape(3, 4) + shift for shift in range(3)]
+    tensors = [ps.asarray(array, device=device) for array in arrays]
+    for first, second, third in ((0, 1, 2), (0, 0, 1), (1, 2, 2), (0, 1, 0), (2, 2, 2)) * 4:
+        a, b, c = (arrays[at] for at in (first, second, third))
+        x, y, z = (tensors[at] for at in (first, second, third))
+        np.testing.assert_array_equal(ps.maximum(x * y, z).numpy(), np.maximum(a * b, c))
+        np.testing.assert_array_equal(ps.where(x > y, y, z).numpy(), np.where(a > b, b, c))
+        for number, other in ((1.0, 1.0), (1.0, 2.0), (0.0, -0.0), (math.nan, math.nan), (math.nan, 1.0)):
+            got = ps.copysign(ps.maximum(x - number, z), other).numpy()
+            np.testing.assert_array_equal(got, np.copysign(np.maximum(a - np.float32(number), c), other))
+
+
+def test_assignments_again(device: Device) -> None:
+    a = np.arange(12, dtype=np.float32).reshape(3, 4)
+    x, row = ps.asarray(a, device=device), ps.asarray([7.0, 8.0, 9.0, 10.0], device=device)
+    whole = ps.asarray(a.astype(np.int8), device=device)
+    for value in (1.0, -0.0, math.nan, 2, True, 2**60, np.float64(0.5)) * 2:
+        for step in range(3):
+            x[step] = a[step] = value
+            x[step, 1:] = a[step, 1:] = value
+            x[..., step] = row[1:]
+            a[..., step] = row.numpy()[1:]
+            mask = a > 8 + step
+            x[ps.asarray(mask, device=device)] = a[mask] = value
+            np.testing.assert_array_equal(x.numpy(), a)
+            np.testing.assert_array_equal(np.signbit(x.numpy()), np.signbit(a))
+    for _ in range(3):
+        whole[0] = -128
+        whole[1, :2] = True
+        with pytest.raises(OverflowError):
+            whole[1] = 128
+        assert whole.tolist() == [[-128] * 4, [1, 1, 6, 7], [8, 9, 10, 11]]
+        with pytest.raises(ValueError, match="broadcast"):
+            x[0] = ps.zeros(3, device=device)
+        with pytest.raises(IndexError):
+            x[3] = 1.0
+
+
+def test_values_that_are_read_are_copies(device: Device) -> None:
+    x = ps.asarray([[1.0, 2.0], [3.0, 4.0]], device=device)
+    for _ in range(12):
+        for tensor in (x, x + x, (x + x) * 0.5):
+            tensor.numpy()[:] = 0
+        assert float((x + x)[1, 1]) == 8.0
+        assert (x * 2.0).tolist() == [[2, 4], [6, 8]]
+    assert x.tolist() == [[1, 2], [3, 4]]
 
 
 @pytest.mark.parametrize("operation", [lambda x: x * 2.5, lambda x: 2.5 - x])

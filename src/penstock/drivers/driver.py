@@ -28,7 +28,7 @@ Queue = Any  # a driver's own object
 Event = Any  # a driver's own object
 Waits = list[Event] | None  # events that a command waits for, besides the commands before it on its queue
 Args = Sequence[Any]  # native arguments of a kernel
-Launcher = Callable[[Queue, Args, Waits], Event]
+Launcher = Callable[[Queue, Args, Waits], Event | None]  # None: it is done
 # Text in the driver's language, or functions by name: of arrays on the host, library launches on CUDA.
 Source = str | Mapping[str, Callable[..., None]]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from contextvars import copy_context
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from penstock.runtime import Device
 if TYPE_CHECKING:
     from penstock.execution.launched import RunProgram
 
+Other = TypeVar("Other")
 _FEW_ITEMS = 256  # of a value that is kept for the next run
 _QUIET = copy_context()  # in which NumPy does not warn; to enter a copy takes less time than `np.errstate`
 _QUIET.run(np.seterr, all="ignore")
@@ -68,7 +69,7 @@ class HostProgram:
             for node in self.nodes
         ]
         # The same as `run` from inputs in the device's own memory; None if the device still uses one of them.
-        self.run_in_place = self._run_alone(self._steps[-1]) if self.is_alone else self._run_in_place
+        self.run_in_place = self._run_alone(self._run_in_place) if self.is_alone else self._run_in_place
 
     @property
     def is_alone(self) -> bool:
@@ -82,6 +83,8 @@ class HostProgram:
         """What computes a node: see `_Step`."""
         evaluate, attributes = evaluator(node), node.attributes
         if node.primitive is BOUNDED:  # an error names the line that recorded it this time
+            if attributes["bound"].checked:
+                return lambda index, out: index
             bound = structure.bounds.index(attributes["bound"])
             return lambda *given, out: evaluate(given, {"bound": self._bounds[bound]})
         if node.primitive.constants:
@@ -92,7 +95,7 @@ class HostProgram:
     @property
     def runner(self) -> RunProgram:
         """What runs it where no index is checked."""
-        return self.run
+        return self._run_alone(self.run) if self.is_alone else self.run
 
     def run(
         self, inputs: Sequence[Buffer], numbers: Sequence[Any], bounds: Sequence[Bound] = ()
@@ -107,22 +110,24 @@ class HostProgram:
             values = [views.enter_context(self._device.view(buffer, *kind)) for buffer, kind in given]
             return self._computed(values, numbers)
 
-    def _run_alone(self, step: _Step) -> Callable[..., list[Buffer] | None]:
-        """`run_in_place` for a single operation on inputs and constants, with little around it."""
-        layers, stream, general = self._device.layers(), self._stream, self._run_in_place
-        call, given, _, kind = step
+    def _run_alone(self, general: Callable[..., Other]) -> Callable[..., list[Buffer] | Other]:
+        """What runs a single operation on inputs and constants, with little around it, where it can."""
+        layers, stream = self._device.layers(), self._stream
+        call, given, _, kind = self._steps[-1]
         assert kind is not None
         nbytes, dtype, shape = kind
         kinds, constants = self._kinds, len(self._steps) - 1
         is_ordered = given == (*range(len(kinds) + constants),)
 
-        def run(inputs: Sequence[Buffer], numbers: Sequence[Any]) -> list[Buffer] | None:
+        def run(inputs: Sequence[Buffer], numbers: Sequence[Any]) -> list[Buffer] | Other:
             if stream.recorders or numbers is not self._numbers or len(self._last) < constants:
+                return general(inputs, numbers)
+            if stream.unavailable:
                 return general(inputs, numbers)
             values = []
             for buffer, (own_dtype, own_shape) in zip(inputs, kinds, strict=True):
                 host, usage = buffer.memory.host, buffer.usage
-                if host is None or usage.event is not None or usage.writer or stream.unavailable:
+                if host is None or usage.event is not None or usage.writer:
                     return general(inputs, numbers)
                 values.append(np.ndarray(own_shape, own_dtype, host, buffer.offset))
             try:

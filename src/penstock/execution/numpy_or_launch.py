@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _TRIALS = 8  # runs by NumPy of an expression that has kernels, the least time of which counts
 _QUICK_LAUNCHES = 8  # after which launches are preferred
+_IN_A_ROW = 4  # that are tried: the first has not run for a while, and takes longer than those after it
 _MOST_BETWEEN = 1 << 12  # runs by NumPy between launches that are tried
 _MORE_TRIALS, _FAR = 64, 4.0  # if it took longer than a launch, but not by this factor
 _OFTEN = 80  # launches, after which the driver compiles for the calling thread what has little to do
@@ -38,6 +39,7 @@ class NumpyOrLaunch:
         self._seconds = inf  # the least time that it took
         self._launches = self._quick_launches = 0  # those that were tried
         self._between, self._until_next = 1, 0  # runs by NumPy between launches, and before the next
+        self._slow_in_a_row = 0  # launches that were done at once, but took longer
         self._launches_only = self._tries_launches = False
 
     def run(self, inputs: Sequence[Buffer], numbers: Sequence[Any]) -> list[Buffer]:
@@ -76,11 +78,16 @@ class NumpyOrLaunch:
         results = self._launch(inputs, numbers)
         seconds, event = perf_counter() - start, results[0].usage.event
         self._launches += 1
-        if seconds < self._seconds and event is not None and self._driver.is_done(event):
+        is_done = event is None or self._driver.is_done(event)
+        if is_done and seconds < self._seconds:
             self._quick_launches += 1
             self._launches_only = self._quick_launches == _QUICK_LAUNCHES
-            self._between = 1
+            self._between = self._slow_in_a_row = 0
+        elif is_done and self._slow_in_a_row < _IN_A_ROW:
+            self._slow_in_a_row += 1
+            return results
         elif self._launches > _OFTEN:
-            self._between = min(2 * self._between, _MOST_BETWEEN)
+            self._between = min(max(2 * self._between, 1), _MOST_BETWEEN)
+        self._slow_in_a_row = 0
         self._until_next = self._between
         return results

@@ -8,14 +8,16 @@ from operator import attrgetter
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
 from penstock.errors import OutOfDeviceMemory
 from penstock.execution.host_program import HostProgram, names
 from penstock.execution.hosting import send
 from penstock.execution.sharing import shared, source
 from penstock.execution.single import Single, is_all_of, single
 from penstock.execution.structure import MIN_ITEMS, Structure
-from penstock.graph.node import Node, topological
-from penstock.graph.reference import constant_values, numbers_of
+from penstock.graph.node import Array, Node, topological
+from penstock.graph.reference import constant_values
 from penstock.interrupts import held_back
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
@@ -92,13 +94,9 @@ def _realize(
         if alone is not None:
             _, inputs, given, constants = alone
             if run is not None:
-                numbers, like = constant_values(tuple(constants)) if constants else (), node.like
-                if is_moved and like is not None and like.number_at is not None:
-                    like = None  # it takes more than the number
-                if like is not None and [*like.values(node)] == [*given]:
-                    like.run = run
-                    if like.number_at is None:
-                        like.numbers = numbers
+                numbers = constant_values(tuple(constants)) if constants else ()
+                if node.like is not None:
+                    node.like.note(node, given, constants, run, is_moved)
                 try:
                     (value,) = run(inputs, numbers)
                 except OutOfDeviceMemory:  # below, it is planned for what is left
@@ -162,13 +160,7 @@ def compute(node: Node, device: Device) -> None:
         if like is not None and node.value is None:
             run = like.run
             if run is not None and not device.executables.stream.recorders and not device.updated:
-                numbers = like.numbers
-                inputs: Sequence[Node] = node.inputs
-                if not like.on_values:
-                    if like.number_at is not None:
-                        own = numbers_of(inputs[like.number_at])
-                        numbers = numbers + own if like.number_at else own + numbers
-                    inputs = like.values(node)
+                inputs, numbers = (node.inputs, like.numbers) if like.is_plain else like.given(node)
                 values = [*map(_value, inputs)]
                 try:
                     if values and None not in values:
@@ -190,6 +182,14 @@ def value_of(node: Node, device: Device) -> Buffer:
         compute(node, device)
         value: Buffer = node.value
         return value
+
+
+def read(node: Node, device: Device) -> Array | None:
+    """A copy of a value, or of that of a frequent operation; None where the host cannot read it at once."""
+    if (node.value is None and node.like is None) or not device.runs_programs:
+        return None
+    with device.running:
+        return device.layers().transfers.fetched(value_of(node, device), np.dtype(node.dtype), node.shape)
 
 
 def _set_values(nodes: Sequence[Node], buffers: Sequence[Buffer]) -> None:
@@ -256,7 +256,7 @@ def _told(
     return buffers, program
 
 
-def waits_for_a_compiler(node: Node, device: Device) -> bool:
+def needs_compiler(node: Node, device: Device) -> bool:
     """Whether computing a node now would first build a program."""
     with device.running:  # another thread that computes a part of it would change the graph
         wanted = to_compute([node])

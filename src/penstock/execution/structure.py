@@ -141,8 +141,9 @@ class Structure:
 
     @cached_property
     def bounds(self) -> list[Bound]:
-        """What the indices are for."""
-        return [node.attributes["bound"] for node in self.bounded]
+        """What the indices are for that are not checked yet: of others, the key says nothing."""
+        bounds = [node.attributes["bound"] for node in self.bounded]
+        return [bound for bound in bounds if not bound.checked]
 
     @property
     def called(self) -> int:

@@ -22,6 +22,7 @@ from penstock.graph.dtypes import checked
 
 if TYPE_CHECKING:
     from penstock.drivers.driver import Capabilities
+    from penstock.graph.example import Example
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
@@ -190,7 +191,7 @@ class Node:
         self.span: tuple[int, int] | None = None  # least and largest possible item, once that is known
         self.owner: Any = None  # a weak reference to the tensor that accumulates the gradients of this node
         self.holder: Any = None  # a weak reference to the tensor that was made of it, if a gradient passes
-        self.like: Example | None = None  # of a frequent operation, on different values
+        self.like: Example | None = None  # of a frequent operation
         tracked, depth, pending = False, 0, 0
         for node in inputs:
             if first is not None and node is not first:
@@ -235,21 +236,6 @@ class Node:
         node.pending_bytes = self.pending_bytes
         return node
 
-    def alike_pending(self, inputs: tuple[Node, ...]) -> Node:
-        """The same where some of the inputs may be pending."""
-        node, depth, pending = self.alike(inputs), 0, 0
-        for parent in inputs:
-            if parent.value is None:
-                if parent.depth > depth:
-                    depth = parent.depth
-                if parent.pending_bytes > pending:
-                    pending = parent.pending_bytes
-        if depth:
-            node.like = None  # which is on values
-            node.depth += depth
-            node.pending_bytes += pending
-        return node
-
     @property
     def ndim(self) -> int:
         """The number of axes."""
@@ -270,37 +256,6 @@ class Node:
 
 
 _new_node = Node.__new__
-
-
-class Example:
-    """What nodes of the same operation, on values of the same shapes and dtypes, have in common."""
-
-    __slots__ = ("inputs_of", "node", "number_at", "numbers", "on_values", "run", "through")
-
-    def __init__(
-        self,
-        node: Node,
-        inputs_of: Callable[[Sequence[Node]], tuple[Node, ...]] = tuple,
-        number_at: int | None = None,
-        through: bool = False,
-    ) -> None:
-        """`node`: on stand-ins. `inputs_of`: the inputs of another like it, from the nodes of arguments."""
-        self.node = node
-        self.inputs_of = inputs_of
-        self.number_at = number_at  # which of its two inputs is a constant, that is another each time
-        self.through = through  # whether the only other input is pending too, on values
-        self.on_values = number_at is None and not through  # whether its inputs are those of its program
-        self.run: Any = None  # what computes it on a device, once that is known
-        self.numbers: tuple[Any, ...] = ()  # the constants that this takes, without the one at `number_at`
-
-    def values(self, node: Node) -> Sequence[Node]:
-        """The nodes from whose values a node like this is computed; none if that is not known."""
-        inputs = node.inputs
-        if self.number_at is not None:
-            inputs = (inputs[1 - self.number_at],)
-        if self.through:
-            inputs = inputs[0].inputs if inputs[0].value is None else ()
-        return inputs
 
 
 def topological(

@@ -86,12 +86,6 @@ def _constant(dtype: str, value: Any, sign: float = 1.0) -> Constant:
         return dtype, np.asarray(value).astype(checked(dtype)).tobytes()
 
 
-@lru_cache(1 << 10)
-def numbers_of(full: Node) -> tuple[Any, ...]:
-    """The Python value of a constant's node, as by `constant_values`."""
-    return constant_values((constant_key(full, "number"),))
-
-
 @lru_cache(1 << 12)
 def constant_value(constant: Constant) -> Any:
     """The Python value of a constant."""

@@ -191,7 +191,8 @@ class BufferPool:
                 batch = None if unused or usage is None else usage.batch
                 # A kernel may have what the last kernel used, as in `_usable`, without its call.
                 is_next = batch is not None and batch.queue.runs_kernels
-                if last.asked == nbytes and (is_next or self._usable(last, unused)):
+                is_free = is_next or usage is None or usage.event is None
+                if last.asked == nbytes and (is_free or self._usable(last, unused)):
                     owner.memory = last  # the block that was just released has the requested size
                     del returned[0]
                     self._hits += 1

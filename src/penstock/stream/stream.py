@@ -70,8 +70,7 @@ class Stream:
 
     def launcher(self, command: Launch) -> Callable[[Sequence[Any], Sequence[Buffer]], None]:
         """What records a launch, any number of times, with native arguments and all buffers among them."""
-        kernel, grid, group, _ = command
-        return launcher(self, self.compute, command, self._driver.launcher(kernel, grid, group))
+        return launcher(self, self.compute, command, self._driver)
 
     def bind(self, launches: Sequence[Any], after: Sequence[Sequence[int]] | None = None) -> Program:
         """A program of launches, each `(kernel, grid, group, args)`, for `replay`. It keeps their buffers.

@@ -96,6 +96,18 @@ class Transfers:
             finish=lambda: self._looked_at(self._checked(result, (before, event))),
         )
 
+    def fetched(
+        self, buffer: Buffer, dtype: np.dtype[Any], shape: tuple[int, ...]
+    ) -> npt.NDArray[Any] | None:
+        """A copy of a small buffer's values, if nothing is to be waited for, looked at or told; else None.
+
+        The caller holds `Device.running`.
+        """
+        if self.watching or buffer.hosted or buffer.nbytes > _SMALL:
+            return None
+        values: npt.NDArray[Any] | None = self.at_hand(buffer, dtype, shape)
+        return None if values is None else values.copy()
+
     def reading(self, buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int]) -> Future[npt.NDArray[Any]]:
         """The same without a copy, if the host sees the memory: later commands may change the values."""
         host, usage = buffer.memory.host, buffer.usage

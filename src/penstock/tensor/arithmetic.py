@@ -6,9 +6,12 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from penstock.graph import elementwise
+from penstock.graph.example import NUMBER
 from penstock.graph.node import DType, Node
-from penstock.tensor import dtypes
+from penstock.tensor import core, dtypes
 from penstock.tensor.arguments import of_tensor
 from penstock.tensor.broadcasting import broadcast, common_shape
 from penstock.tensor.composite import composite
@@ -18,14 +21,16 @@ from penstock.tensor.operands import (
     OPERANDS,
     alike,
     as_number,
+    constant,
     device_of,
+    number_in,
     operand,
     operands,
     plain,
     values_only,
 )
 from penstock.tensor.recording import recording
-from penstock.tensor.repeated import again, again_with_number, is_computed, note_number
+from penstock.tensor.repeated import again, again_with_number, is_computed, like_before, note_number
 
 __all__ = [
     "abs",
@@ -102,7 +107,6 @@ __all__ = [
 # The kinds of dtypes that a function takes, as NumPy's letters.
 _BOOL, _INTEGER, _REAL, _NUMBER, _ANY = "b", "iu", "iuf", "iufc", "biufc"
 _FLOATING = "fc"
-_HELD = 1 << 24  # float32 holds all integers up to this
 _Record = Callable[[Any, Any], Tensor]
 _records: dict[str, tuple[_Record, _Record]] = {}  # by name, the parts of functions of two operands
 
@@ -130,11 +134,12 @@ def _unary(name: str, apply: Callable[[Node], Node], kinds: str, doc: str) -> Ca
         if not isinstance(x, Tensor):
             given = type(x).__name__
             raise TypeError(f"{name} takes a tensor, and {given} was given; ps.asarray makes one of it")
-        if x._actual_node.value is not None:
+        node = x._actual_node
+        if node.value is not None or node.like is not None:
             repeated = again(general, x)
             if repeated is not None:
                 return repeated
-            if is_computed(x):
+            if not core._captures and not x._actual_requires_grad:
                 return composed(x)
         node = x._node
         return record(apply(node), x) if node.dtype.kind in kinds else general(x)
@@ -177,12 +182,14 @@ def _recording(name: str, apply: Callable[[Node, Node], Node], kinds: str) -> tu
         if quick is not None:
             first, second, device, gradient = quick
             if first.dtype.kind in kinds:
-                known = first.value is not None and second.value is not None and first is not second
-                if known and not gradient:
-                    return composed(x1, x2)
+                if not gradient and _may_repeat(first) and _may_repeat(second):
+                    if first.like is not NUMBER and second.like is not NUMBER:
+                        if first is not second:
+                            return composed(x1, x2)
+                        kind = general, "twice", first.shape, first.dtype.name
+                        return like_before(kind, (first, second), device, apply)
+                    note_number(general, apply(first, second), device, x1, x2)
                 node = apply(first, second)
-                if not gradient and (node.depth == 2 or first.like or second.like):  # it may be frequent
-                    note_number(general, node, device, x1, x2)
                 if not gradient or (node.dtype.kind == "f" and recording()):
                     return Tensor(node, device, gradient)
         elif values_only(x1, x2):
@@ -200,6 +207,11 @@ def _recording(name: str, apply: Callable[[Node, Node], Node], kinds: str) -> tu
         return record(apply(a._node, b._node), a, b)
 
     return general, new
+
+
+def _may_repeat(node: Node) -> bool:
+    """Whether an operation on a node may be like one that was recorded before, or one that will be."""
+    return (node.value is not None or node.like is not None) and not node.tracked
 
 
 def _comparison(
@@ -339,7 +351,12 @@ def where(condition: Any, x1: Any, x2: Any, /) -> Tensor:
         chosen = condition._actual_node
         fits = chosen.dtype is dtypes.bool_ and chosen.shape == first.shape
         if fits and condition.device is at and not gradient:
-            return Tensor(elementwise.where(chosen, first, second), at)
+            nodes = chosen, first, second
+            if chosen.tracked or first.tracked or second.tracked:
+                return Tensor(elementwise.where(*nodes), at)
+            numbers = first.like is NUMBER, second.like is NUMBER
+            kind = _where, first.shape, first.dtype.name, numbers
+            return like_before(kind, nodes, at, elementwise.where)
     device = device_of("where", condition, x1, x2)
     mask, x1, x2 = (operand(value, device, "where") for value in (condition, x1, x2))
     if isinstance(mask, bool):
@@ -376,11 +393,9 @@ def clip(x: Tensor, /, min: Any = None, max: Any = None) -> Tensor:
 
 
 def _as_operand(limit: Any, x: Tensor) -> Any:
-    """A number as a tensor, if the dtype of `x` holds it, so that one program serves all; else as it is."""
-    dtype = x.dtype
-    if type(limit) in (int, float) and dtype.kind == "f" and dtype.itemsize > 2 and -_HELD <= limit <= _HELD:
-        return scalar(limit, dtype, x.device)
-    return limit
+    """A number as a tensor, if it is in the floating-point dtype of `x`, so that one program serves all."""
+    number = number_in(limit, x.dtype, x.device) if x.dtype.kind == "f" else None
+    return limit if number is None else number
 
 
 @composite
@@ -432,15 +447,18 @@ def _operator(function: Callable[[Any, Any], Tensor], swapped: bool = False) -> 
     general, new = _records[function.__name__]
 
     def operate(self: Tensor, other: Any) -> Any:
-        x1, x2 = (other, self) if swapped else (self, other)
         node, repeated = self._actual_node, None
-        if type(other) is Tensor:
-            if node.value is not None:
-                repeated = again(general, x1, x2)
-        elif not isinstance(other, OPERANDS):
-            return NotImplemented
-        elif node.value is not None or node.like is not None:
-            repeated = again_with_number(general, x1, x2)
+        if type(other) is not Tensor:
+            if not isinstance(other, OPERANDS):
+                return NotImplemented
+            if isinstance(other, np.generic):
+                other = as_number(other)
+            elif type(other) is np.ndarray and not core._captures:  # else it is noted first what is read
+                other = constant(other, self.device)
+        x1, x2 = (other, self) if swapped else (self, other)
+        if node.value is not None or node.like is not None:
+            again_of = again if isinstance(other, Tensor) else again_with_number
+            repeated = again_of(general, x1, x2)
         return new(x1, x2) if repeated is None else repeated
 
     return operate

@@ -15,14 +15,15 @@ from penstock.graph.bounds import BOUNDED
 from penstock.graph.calls import call, subgraph_between
 from penstock.graph.decompose import decompose
 from penstock.graph.elementwise import stop
-from penstock.graph.node import Example, Node, placeholder
+from penstock.graph.example import Example
+from penstock.graph.node import Node, placeholder
 from penstock.graph.shaping import RESHAPE, SLICE
 from penstock.runtime import Device
 from penstock.tensor import core
 from penstock.tensor.capture import capture
 from penstock.tensor.core import Tensor
 from penstock.tensor.recording import recorded_once, recording
-from penstock.tensor.repeated import again, again_as, is_much, note_as, tensor_like
+from penstock.tensor.repeated import again, again_as, is_much, note_as, on_nodes, tensor_like
 
 P = ParamSpec("P")
 _NUMBERS = (float, complex, np.inexact)
@@ -102,12 +103,16 @@ def _repeated(like: Example, nodes: tuple[Node, ...], device: Device) -> Tensor:
     """The tensor of a node like others, of the nodes of all tensors."""
     example = like.node
     inputs = nodes if like.inputs_of is tuple else like.inputs_of(nodes)
-    if example.like is not None and (len(inputs) == 1 or len({*inputs}) == len(inputs)):
+    if example.like is not None:
+        is_computed = len({*inputs}) == len(inputs)
         for node in inputs:
-            if node.value is None or node.tracked:
+            if node.tracked:
                 break
+            is_computed = is_computed and node.value is not None
         else:
-            return tensor_like(example.alike(inputs), device)
+            if is_computed:
+                return tensor_like(example.alike(inputs), device)
+            return on_nodes(example, inputs, device)
     result = Node(example.primitive, inputs, example.attributes, like=example)
     return Tensor(stop(result) if result.tracked else result, device)
 
@@ -141,9 +146,12 @@ def _recorded(
         (node,) = call(made[0], made[1])
     places = [leaves.index(leaf) for leaf in node.inputs]
     in_order = node.inputs == tuple(leaves)
-    like = Example(node, tuple if in_order else lambda nodes: tuple([nodes[place] for place in places]))
-    # What may lie in the memory of its input is not always computed, and a value that is there twice is one.
-    computed = not node.primitive.is_identity and node.primitive not in (RESHAPE, SLICE)
-    if computed and len({*node.inputs}) == len(node.inputs) and not is_much(node):
+    like = Example(
+        node,
+        tuple if in_order else lambda nodes: tuple([nodes[place] for place in places]),
+        is_plain=len({*node.inputs}) == len(node.inputs),
+        shares=node.primitive.is_identity or node.primitive in (RESHAPE, SLICE),
+    )
+    if not is_much(node):
         node.like = like
     return like

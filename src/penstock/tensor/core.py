@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias, overload
 import numpy as np
 import numpy.typing as npt
 
-from penstock.execution.realize import Replaced, compute, precompile, realize, value_of, waits_for_a_compiler
+from penstock.execution.realize import (
+    Replaced,
+    compute,
+    needs_compiler,
+    precompile,
+    read,
+    realize,
+    value_of,
+)
 from penstock.graph import elementwise, shaping
 from penstock.graph.custom_vjp import refused, refusing
 from penstock.graph.node import DType, Node, Shape, leaf
@@ -189,6 +197,8 @@ class Tensor(Operators, Methods):
 
     def numpy(self) -> npt.NDArray[Any]:
         """The values as a new NumPy array."""
+        if not _captures and (known := read(self._actual_node, self.device)) is not None:
+            return known
         from penstock.tensor.keeping import realize_to_read
 
         realize_to_read(self)
@@ -201,7 +211,7 @@ class Tensor(Operators, Methods):
         """The values as a future of a NumPy array. Missing kernels are compiled in another thread."""
         node, device = self._node, self.device
         profiled = bool(device.stream.recorders)  # they need this thread's call site
-        if capture.get() is not None or profiled or not waits_for_a_compiler(node, device):
+        if capture.get() is not None or profiled or not needs_compiler(node, device):
             return self._download()
 
         def build() -> Future[npt.NDArray[Any]]:
@@ -215,7 +225,7 @@ class Tensor(Operators, Methods):
 
     def item(self) -> Any:
         """The value of a tensor with a single item, as a Python number."""
-        if self.size != 1:
+        if self._node.size != 1:
             raise ValueError(f"item() is for one value, and the shape is {self.shape}")
         return self.numpy().item()
 
@@ -290,7 +300,7 @@ class Tensor(Operators, Methods):
         return int(self._single("an index"))
 
     def _single(self, what: str) -> Any:
-        if self.ndim and self.size != 1:
+        if self.ndim and self._node.size != 1:
             raise TypeError(f"only one value can become {what}, and the shape is {self.shape}")
         value = self.item()
         if isinstance(value, complex) and what in ("int", "float"):

@@ -24,7 +24,7 @@ from penstock.tensor.broadcasting import broadcast, broadcast_node, common_shape
 from penstock.tensor.capture import capture
 from penstock.tensor.composite import composite
 from penstock.tensor.core import Tensor, from_numpy, install, record
-from penstock.tensor.operands import as_number
+from penstock.tensor.operands import as_number, number_in
 from penstock.tensor.repeated import sliced
 
 _FEW = 1 << 16  # items of an index that the host checks faster than a kernel is launched
@@ -37,13 +37,30 @@ def get(x: Tensor, key: Any, operation: str = "x[index]") -> Tensor:
     plain = _plain(node.shape, key)
     if plain is not None:
         return sliced(x, *plain)
-    if isinstance(key, Tensor) and node.shape and key.dtype.kind in "iu":
-        return along(x, key, 0, operation)
+    if isinstance(key, Tensor) and node.shape:
+        if key.dtype.kind in "iu":
+            return along(x, key, 0, operation)
+        if key.dtype is dtypes.bool_ and key.ndim and key.shape == node.shape[: key.ndim]:
+            return _where_true(x, key)
+    axis = _only_indexed(key, len(node.shape))
+    if axis is not None:
+        return along(x, key[axis], axis, operation)
     keys = _expanded(x, key)
     if any(isinstance(part, Tensor) for part in keys):
         return _get_by_arrays(x, keys, operation)
     slices, shape = _basic(x, keys)
     return record(shaping.reshape(shaping.slice_(x._node, slices), shape), x)
+
+
+def _only_indexed(key: Any, ndim: int) -> int | None:
+    """The axis of a key's only index, which is a tensor of integers, after whole axes; else None."""
+    if type(key) is not tuple or not 0 < len(key) <= ndim or not isinstance(key[-1], Tensor):
+        return None
+    *before, index = key
+    for part in before:
+        if type(part) is not slice or part != slice(None):
+            return None
+    return len(before) if index.dtype.kind in "iu" else None
 
 
 def along(x: Tensor, index: Tensor, axis: int, operation: str) -> Tensor:
@@ -145,9 +162,13 @@ def _note_range(index: Tensor) -> None:
 def changed(x: Tensor, key: Any, value: Any) -> Tensor:
     """`x` with `x[key]` replaced by `value`."""
     if not isinstance(value, Tensor):
-        as_given = isinstance(value, np.ndarray)
-        array = value.astype(x.dtype) if as_given else np.asarray(as_number(value), x.dtype.numpy)
-        value = from_numpy(array, x.device)
+        number = number_in(value, x.dtype, x.device)
+        value = _given(value, x) if number is None else number
+    if type(key) is Tensor and key.shape == x.shape and not value.ndim and key.dtype == dtypes.bool_:
+        return _masked(x, key, value)
+    plain = _plain(x.shape, key)
+    if plain is not None:
+        return _changed_by_slices(x, value, *plain)
     value = record(elementwise.cast(value._node, x.dtype), value)
     masked = assigning.by_mask(x, key, value)
     if masked is not None:
@@ -155,7 +176,26 @@ def changed(x: Tensor, key: Any, value: Any) -> Tensor:
     keys = _expanded(x, key)
     if any(isinstance(part, Tensor) for part in keys):
         return _changed_by_arrays(x, keys, value)
-    slices, shape = _basic(x, keys)
+    return _changed_by_slices(x, value, *_basic(x, keys))
+
+
+def _given(value: Any, x: Tensor) -> Tensor:
+    """The value of an assignment that is no tensor."""
+    as_given = isinstance(value, np.ndarray)
+    array = value.astype(x.dtype) if as_given else np.asarray(as_number(value), x.dtype.numpy)
+    return from_numpy(array, x.device)
+
+
+@composite
+def _masked(x: Tensor, mask: Tensor, value: Tensor) -> Tensor:
+    """`x` with a single value where a mask is true."""
+    given = broadcast_node(elementwise.cast(value._node, x.dtype), x.shape)
+    return record(elementwise.where(mask._node, given, x._node), x, mask, value)
+
+
+@composite
+def _changed_by_slices(x: Tensor, value: Tensor, slices: Slices, shape: Shape) -> Tensor:
+    value = record(elementwise.cast(value._node, x.dtype), value)
     kept: Shape = tuple(count for _, count, _ in slices)
     part = shaping.reshape(broadcast(value, shape)._node, kept)
     inside = shaping.pad(elementwise.full(kept, dtypes.bool_, True), slices, x.shape)
@@ -254,15 +294,27 @@ def _from_mask(x: Tensor, mask: Tensor, axis: int) -> list[Tensor]:
         raise IndexError(f"a mask of shape {mask.shape} does not fit shape {x.shape} at axis {axis}")
     if not mask.ndim:
         return [mask]
+    indices = np.nonzero(_read(mask))
+    return [_from_host(index, x, axis + offset) for offset, index in enumerate(indices)]
+
+
+def _where_true(x: Tensor, mask: Tensor) -> Tensor:
+    """The items, or slices, of `x` where a mask of its leading axes is true."""
+    index = from_numpy(np.flatnonzero(_read(mask)), x.device)
+    rows = shaping.reshape(x._node, (mask.size, *x.shape[mask.ndim :]))
+    return record(gather(rows, index._node), x)
+
+
+def _read(mask: Tensor) -> npt.NDArray[Any]:
+    """The values of a mask, on which the length of a result depends."""
     try:
-        indices = np.nonzero(mask.numpy())
+        return mask.numpy()
     except CaptureError:
         raise CaptureError(
             f"x[mask] has as many items as the mask of shape {mask.shape} has true values, and inside a "
             f"jitted function these are not known; use where(mask, x, other) or x * mask, or x[mask] = value "
             f"with the same value for all of them"
         ) from None
-    return [_from_host(index, x, axis + offset) for offset, index in enumerate(indices)]
 
 
 def _plain(shape: Shape, key: Any) -> tuple[Slices, Shape] | None:

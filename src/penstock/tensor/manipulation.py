@@ -249,8 +249,8 @@ def unstack(x: Tensor, /, axis: int = 0) -> tuple[Tensor, ...]:
     [[1, 2], [3, 4]]
     """
     (position,) = axes_of(x, axis, "unstack")
-    front = moveaxis(x, position, 0)
-    return tuple(front[i] for i in range(front.shape[0]))
+    front = moveaxis(x, position, 0) if position else x
+    return tuple([front[i] for i in range(front.shape[0])])
 
 
 @of_tensor

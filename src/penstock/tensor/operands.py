@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.graph import elementwise
+from penstock.graph.example import NUMBER
 from penstock.graph.node import DType, Node, Shape
 from penstock.runtime import Device
 from penstock.tensor import core, dtypes
@@ -27,6 +28,7 @@ Array: TypeAlias = Tensor | npt.NDArray[Any]  # the arguments of functions of se
 NUMBERS = (bool, int, float, complex)
 OPERANDS = (Tensor, *NUMBERS, np.ndarray, np.generic)
 _PYTHON = {"b": bool, "i": int, "u": int, "f": float, "c": complex}
+_HELD = 1 << 24  # float32 holds all integers up to this
 _FITS = {float: "fc", int: "iufc"}  # by type of a number, the kinds of dtypes that it does not change
 
 
@@ -184,10 +186,25 @@ def constant_like(node: Node, number: float) -> Node:
     return _filled(node.shape, node.dtype.name, number, math.copysign(1.0, number) if not number else 1.0)
 
 
+def number_in(number: Any, dtype: DType, device: Device) -> Tensor | None:
+    """A Python number as a tensor without axes, where a dtype holds it; else None.
+
+    One program serves all numbers, and what it computes is like what was computed of other numbers.
+    """
+    is_real = dtype.kind == "f" and type(number) in (int, float)
+    is_whole = dtype.kind == "i" and type(number) is int
+    if not (is_real or is_whole) or dtype.itemsize < 4 or not -_HELD <= number <= _HELD:
+        return None
+    sign = math.copysign(1.0, number) if not number else 1.0
+    return Tensor(_filled((), dtype.name, number, sign), device)
+
+
 @lru_cache(1 << 10, typed=True)
 def _filled(shape: Shape, dtype: str, number: float, sign: float) -> Node:
     """`sign` separates the cache entries of 0.0 and -0.0, which are equal."""
-    return elementwise.full(shape, dtypes.checked(dtype), number)
+    node = elementwise.full(shape, dtypes.checked(dtype), number)
+    node.like = NUMBER
+    return node
 
 
 def alike(x: Any, y: Any) -> list[Tensor] | None:

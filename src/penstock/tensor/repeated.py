@@ -7,14 +7,14 @@ are computed, no key of its program.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import NoneType
 from typing import Any
 
 from penstock.execution.sharing import first_item
 from penstock.graph import shaping
-from penstock.graph.calls import CALL
-from penstock.graph.node import Example, Node, Shape, placeholder
-from penstock.graph.reference import Constant, constant_key, constant_values
+from penstock.graph.example import NUMBER, Example
+from penstock.graph.node import Node, Shape, placeholder
 from penstock.runtime import Device
 from penstock.tensor import core
 from penstock.tensor.core import Tensor, record
@@ -58,63 +58,120 @@ def again(function: Callable[..., Tensor], x: Tensor, y: Tensor | None = None) -
         nodes = like.inputs_of(nodes)
     if is_computed:
         return tensor_like(example.alike(nodes), device)
-    return Tensor(example.alike_pending(nodes), device)
+    return on_pending(example, node, nodes, device) if y is None else on_nodes(example, nodes, device)
+
+
+def on_nodes(example: Node, nodes: tuple[Node, ...], device: Device) -> Tensor:
+    """The tensor of a node like an example, on nodes that may be pending, or the same: no gradient passes."""
+    node = example.alike(nodes)
+    kind: tuple[Example | None, ...] = (node.like,)
+    depth, pending, is_known = 0, 0, node.like is not None
+    for parent in nodes:
+        if parent.value is not None:
+            kind += (None,)
+            continue
+        below = parent.like
+        kind += (below,)
+        if below is None:
+            is_known = False
+        if parent.depth > depth:
+            depth = parent.depth
+        if parent.pending_bytes > pending:
+            pending = parent.pending_bytes
+    if is_known:
+        like = device.examples.get(kind)
+        node.like = _new_kind(kind, device) if like is None else like
+    else:
+        node.like = None
+    node.depth += depth
+    node.pending_bytes += pending
+    if node.depth > core.MAX_DEPTH or node.pending_bytes > core.MAX_PENDING_BYTES:
+        return Tensor(node, device)  # which computes it
+    return tensor_like(node, device)
+
+
+def on_pending(example: Node, pending: Node, nodes: tuple[Node, ...], device: Device) -> Tensor:
+    """The same on a pending node, or on one and a number."""
+    node, below = example.alike(nodes), pending.like
+    if node.like is not None and below is not None:
+        kind = (node.like, below)
+        like = device.examples.get(kind)
+        node.like = _new_kind(kind, device) if like is None else like
+    else:
+        node.like = None
+    node.depth += pending.depth
+    node.pending_bytes += pending.pending_bytes
+    if node.depth > core.MAX_DEPTH or node.pending_bytes > core.MAX_PENDING_BYTES:
+        return Tensor(node, device)  # which computes it
+    return tensor_like(node, device)
+
+
+def _new_kind(kind: tuple[Any, ...], device: Device) -> Example | None:
+    """The example of an operation on nodes that are like others: its first part, and those of the nodes."""
+    like, *below = kind
+    new: Example | None = like.above(below)
+    if new is not None:
+        with device.running:  # for other threads
+            device.examples[kind] = new
+    return new
+
+
+def like_before(
+    kind: tuple[Any, ...], nodes: tuple[Node, ...], device: Device, apply: Callable[..., Node]
+) -> Tensor:
+    """The tensor of what a function makes of nodes through which no gradient passes, outside of a capture.
+
+    `kind` tells the function and all that the result depends on beside the values. Constants by
+    `constant_like` are not told apart.
+    """
+    like = device.examples.get(kind)
+    if like is None:
+        stand_ins = [node if node.like is NUMBER else placeholder(node.shape, node.dtype) for node in nodes]
+        example = apply(*stand_ins)
+        if example.inputs != (*stand_ins,) or is_much(example) or not device.reuses_graphs:
+            return Tensor(apply(*nodes), device)
+        like = example.like = Example(example, is_plain=False)
+        with device.running:  # for other threads
+            device.examples[kind] = like
+    return on_nodes(like.node, nodes, device)
 
 
 def again_with_number(function: Callable[..., Tensor], x1: Any, x2: Any) -> Tensor | None:
-    """The same for a tensor and a number, in this order or the other; None for other operands.
-
-    The tensor may be an operation on values that is not computed yet.
-    """
+    """The same for a tensor and a number, in this order or the other; None for other operands."""
     at = 0 if type(x1) in _PLAIN else 1
     x, number = (x1, x2) if at else (x2, x1)
     if core._captures or type(number) not in _PLAIN or not isinstance(x, Tensor) or x._actual_requires_grad:
         return None
     node, device = x._actual_node, x.device
-    below = node.like
-    if node.value is not None:
-        like = device.examples.get((function, node.shape, node.dtype.name, type(number), at))
-    elif below is None or below.through or below.number_at is not None:
-        return None
-    else:
-        like = device.examples.get((function, below, type(number), at))
+    like = device.examples.get((function, node.shape, node.dtype.name, type(number), at))
     if like is None or node.tracked:
         return None
     try:
         constant = constant_like(node, number)
     except OverflowError:  # the caller says of what
         return None
-    if like.numbers and constant_key(constant, "number") in _constants_of(node):
-        return None  # its program has one constant less
-    return tensor_like(like.node.alike((node, constant) if at else (constant, node)), device)
+    nodes = (node, constant) if at else (constant, node)
+    if node.value is not None:
+        return tensor_like(like.node.alike(nodes), device)
+    return on_pending(like.node, node, nodes, device)
 
 
 def note_number(function: Callable[..., Tensor], node: Node, device: Device, x1: Any, x2: Any) -> None:
     """Have `again_with_number` make nodes like this, which applies a primitive to both operands."""
     at = 0 if type(x1) in _PLAIN else 1
-    number, operand = x2 if at else x1, node.inputs[1 - at]
-    through, below = operand.value is None, operand.like
-    if through and (below is None or below.through or below.number_at is not None):
-        return  # where there is another constant, it depends on both whether they are one
-    if type(number) not in _PLAIN or node.tracked or is_much(node) or not device.reuses_graphs:
+    x, number = (x1, x2) if at else (x2, x1)
+    if type(number) not in _PLAIN or node.tracked or not device.reuses_graphs:
         return
-    kind: tuple[Any, ...]
-    numbers: tuple[Any, ...] = ()
-    if below is None or not through:
-        stand_in, kind = placeholder(operand.shape, operand.dtype), (operand.shape, operand.dtype.name)
-    else:
-        stand_in, kind, numbers = below.node, (below,), constant_values(_constants_of(operand))
-    constant = node.inputs[at]
+    operand, constant = node.inputs[1 - at], node.inputs[at]
+    if constant.like is not NUMBER or operand is not x._actual_node:
+        return  # it is made of several primitives
+    stand_in = placeholder(operand.shape, operand.dtype)
     example = node.on((stand_in, constant) if at else (constant, stand_in))
-    example.like = Example(example, number_at=at, through=through)
-    example.like.numbers = numbers
+    if is_much(example):
+        return
+    example.like = Example(example, is_plain=False)
     with device.running:  # for other threads
-        device.examples[function, *kind, type(number), at] = example.like
-
-
-def _constants_of(node: Node) -> tuple[Constant, ...]:
-    """The constants of a pending node that is an operation on values without numbers, or a subgraph."""
-    return node.attributes["subgraph"].constants if node.primitive is CALL else ()
+        device.examples[function, operand.shape, operand.dtype.name, type(number), at] = example.like
 
 
 def again_as(kind: tuple[Any, ...], x: Tensor) -> Tensor | None:
@@ -130,7 +187,7 @@ def again_as(kind: tuple[Any, ...], x: Tensor) -> Tensor | None:
         return None
     if node.value is not None:
         return tensor_like(like.node.alike((node,)), device)
-    return Tensor(like.node.alike_pending((node,)), device)
+    return on_pending(like.node, node, (node,), device)
 
 
 def note_as(kind: tuple[Any, ...], like: Example, device: Device, rest: tuple[Any, ...]) -> None:
@@ -146,22 +203,24 @@ def viewed(function: Callable[[Tensor, Any], Tensor], x: Tensor, given: Any) -> 
     node, device = x._actual_node, x.device
     if core._captures or x._actual_requires_grad or node.tracked:
         return function(x, given)
-    if type(given) is not tuple or not _INTEGERS.issuperset(map(type, given)):  # (1.0,) == (True,) == (1,)
+    items = tuple(given) if type(given) in (tuple, list) else (given,)
+    if not _INTEGERS.issuperset(map(type, items)):  # (1.0,) == (True,) == (1,)
         return function(x, given)
-    kind = (function, node.shape, node.dtype.name, given)
+    kind = (function, node.shape, node.dtype.name, items)
     like = device.examples.get(kind)
-    if like is not None:
-        return Tensor(like.node.alike_pending((node,)), device)
-    result = function(x, given)
-    view = result._actual_node
-    if view.inputs == (node,) and device.reuses_graphs:  # not `node` itself, and not computed already
+    if like is None:
+        result = function(x, given)
+        view = result._actual_node
+        if view.inputs != (node,) or not device.reuses_graphs:  # `node` itself, or computed already
+            return result
         example = view.on((placeholder(node.shape, node.dtype),))
-        like = Example(example)
-        if not view.primitive.same_bytes:  # else it may lie in the memory of its input, and need no program
-            example.like = like
+        # It may lie in the memory of its input, and need no program.
+        like = example.like = Example(example, shares=view.primitive.same_bytes)
         with device.running:  # for other threads
             device.examples[kind] = like
-    return result
+    if node.value is not None:
+        return tensor_like(like.node.alike((node,)), device)
+    return on_pending(like.node, node, (node,), device)
 
 
 def sliced(x: Tensor, slices: Slices, shape: Shape) -> Tensor:
@@ -172,27 +231,30 @@ def sliced(x: Tensor, slices: Slices, shape: Shape) -> Tensor:
     kind = (node.shape, node.dtype.name, slices, shape)
     like = device.examples.get(kind)
     if like is None:
-        result = shaping.reshape(shaping.slice_(node, slices), shape)
-        if device.reuses_graphs and result is not node and not is_much(result):
-            _note_slices(node, slices, shape, device)
-        return Tensor(result, device)
+        example = shaping.reshape(shaping.slice_(placeholder(node.shape, node.dtype), slices), shape)
+        if not device.reuses_graphs or not example.inputs or is_much(example):
+            return record(shaping.reshape(shaping.slice_(node, slices), shape), x)
+        like = _note_slices(example, node, slices, device)
+        with device.running:  # for other threads
+            device.examples[kind] = like
     example = like.node
-    if like.through:
-        before = example.inputs[0]
-        if node.value is None:
-            return Tensor(shaping.reshape(before.alike_pending((node,)), shape), device)
-        return tensor_like(example.alike((before.alike((node,)),)), device)
-    return Tensor(example.alike_pending((node,)), device)
+    if node.value is not None:
+        inputs = (node,) if like.is_plain else (example.inputs[0].alike((node,)),)
+        return tensor_like(example.alike(inputs), device)
+    if like.is_plain:  # a single view
+        return on_pending(example, node, (node,), device)
+    part = on_pending(example.inputs[0], node, (node,), device)._actual_node
+    return like_before((shaping.reshape, *kind), (part,), device, partial(shaping.reshape, shape=shape))
 
 
-def _note_slices(node: Node, slices: Slices, shape: Shape, device: Device) -> None:
-    """Have `sliced` make nodes like the first."""
-    example = shaping.reshape(shaping.slice_(placeholder(node.shape, node.dtype), slices), shape)
-    like = Example(example, through=example.inputs[0].value is None)
-    if _is_copied(node, slices, device):  # else it may lie in the memory of its input, and need no program
-        example.like = like
-    with device.running:  # for other threads
-        device.examples[node.shape, node.dtype.name, slices, shape] = like
+def _note_slices(example: Node, node: Node, slices: Slices, device: Device) -> Example:
+    """The example of slices in a shape, which may lie in the memory of their input, and need no program."""
+    shares = not _is_copied(node, slices, device)
+    (before,) = example.inputs
+    if before.value is None:
+        before.like = Example(before, shares=shares)
+    example.like = Example(example, is_plain=before.value is not None, shares=shares)
+    return example.like
 
 
 def _is_copied(node: Node, slices: Sequence[tuple[int, int, int]], device: Device) -> bool:

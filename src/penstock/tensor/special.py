@@ -37,7 +37,7 @@ from penstock.tensor.autograd import lasting_vjp
 from penstock.tensor.composite import composite
 from penstock.tensor.core import Tensor
 from penstock.tensor.manipulation import astype
-from penstock.tensor.operands import device_of, operands
+from penstock.tensor.operands import device_of, number_in, operands
 from penstock.tensor.reduction import all as all_
 from penstock.tensor.reduction import narrowed, widened
 
@@ -213,6 +213,14 @@ def isclose(
     [True, False]
     """
     device_of("isclose", x1, x2)
+    if isinstance(x1, Tensor) and isinstance(x2, Tensor) and x1.dtype == x2.dtype:
+        relative, absolute = (number_in(limit, x1.dtype, x1.device) for limit in (rtol, atol))
+        if relative is not None and absolute is not None and x1.dtype.kind == "f":
+            return _close_values(x1, x2, relative, absolute, equal_nan)
+    return _close(x1, x2, rtol, atol, equal_nan)
+
+
+def _close(x1: Any, x2: Any, rtol: Any, atol: Any, equal_nan: bool) -> Tensor:
     distance = abs_(subtract(x1, x2))
     reach = add(atol, multiply(rtol, _size(x2))) if isinstance(x2, Tensor) else atol + rtol * abs(x2)
     finite = isfinite(distance)  # infinities are close only to equal infinities
@@ -223,6 +231,9 @@ def isclose(
     return logical_or(close, logical_and(*both))
 
 
+_close_values, _are_all = composite(_close), composite(all_)
+
+
 def allclose(x1: Any, x2: Any, /, rtol: float = 1e-5, atol: float = 1e-8, *, equal_nan: bool = False) -> bool:
     """Whether all items are close; reads the result.
 
@@ -230,12 +241,12 @@ def allclose(x1: Any, x2: Any, /, rtol: float = 1e-5, atol: float = 1e-8, *, equ
     True
     """
     device_of("allclose", x1, x2)
-    return bool(all_(isclose(x1, x2, rtol, atol, equal_nan=equal_nan)))
+    return bool(_are_all(isclose(x1, x2, rtol, atol, equal_nan=equal_nan)))
 
 
 def same(x1: Tensor, x2: Tensor, /) -> bool:
     """Whether two tensors have the same shape and items; reads the result."""
-    return x1.shape == x2.shape and bool(all_(equal(x1, x2)))
+    return x1.shape == x2.shape and bool(_are_all(equal(x1, x2)))
 
 
 @of_tensor

@@ -249,10 +249,12 @@ class OpenCLDriver(Driver):
         if inline is None:
             return super().launcher(kernel, grid, group)
 
-        def launch(queue: Queue, args: Args, waits: Waits) -> Event:
+        def launch(queue: Queue, args: Args, waits: Waits) -> Event | None:
             try:
                 if inline.is_ready() and not waits and self._may_run_inline(queue):
-                    return inline.run(args)
+                    event = inline.run(args)
+                    # Where something is timed or has failed, the event tells of it.
+                    return event if self._clock is not None or event.get_info(_STATUS) else None
             except cl.Error as error:
                 raise DeviceError(str(error)) from None
             return self.launch(queue, kernel, grid, group, args, waits)
