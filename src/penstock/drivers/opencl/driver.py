@@ -23,6 +23,7 @@ import numpy as np
 import pyopencl as cl
 
 from penstock.drivers.driver import (
+    KERNEL_COUNTERS,
     Args,
     Bytes,
     Driver,
@@ -173,10 +174,11 @@ class OpenCLDriver(Driver):
     def _program(self, source: str, names: Collection[str], device: cl.Device) -> cl.Program:
         """A source of kernels with these names, compiled for a device or loaded from disk."""
         try:
-            compile = partial(self._build, cl.Program(self._context, source), device)
+            version = _version(source)
+            compile = partial(self._build, cl.Program(self._context, source), device, version)
             if self._cache is None:
                 return compile()
-            description, load = self._description(source, device), partial(self._loaded, device)
+            description, load = self._description(source, device), partial(self._loaded, device, version)
             return self._cache.build(description, len(names), load, compile)
         except cl.Error as error:
             raise self._refusal(names, error) from None
@@ -218,17 +220,17 @@ class OpenCLDriver(Driver):
         """The options for the compiler: no warnings, and quotients and roots that are rounded correctly."""
         return ["-w", *([_ROUND_QUOTIENTS] if self.capabilities.rounds_quotients else [])]
 
-    def _build(self, program: cl.Program, device: cl.Device) -> cl.Program:
+    def _build(self, program: cl.Program, device: cl.Device, version: Sequence[str] = ()) -> cl.Program:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", cl.CompilerWarning)
             # Without PyOpenCL's cache on disk, which is never emptied: drivers have their own.
-            program.build(self._options, devices=[device], cache_dir=False)  # type: ignore[arg-type]
+            program.build([*version, *self._options], devices=[device], cache_dir=False)  # type: ignore[arg-type]
             return program
 
-    def _loaded(self, device: cl.Device, binary: bytes) -> cl.Program | None:
+    def _loaded(self, device: cl.Device, version: Sequence[str], binary: bytes) -> cl.Program | None:
         """A program from its binary; None if the driver refuses it, as it may do after an update."""
         try:
-            return self._build(cl.Program(self._context, [device], [binary]), device)
+            return self._build(cl.Program(self._context, [device], [binary]), device, version)
         except cl.Error:
             return None
 
@@ -445,6 +447,11 @@ def _prefer_huge_pages(array: Bytes) -> None:
         nbytes = array.ctypes.data + array.nbytes - start
         advise = ctypes.CDLL(None).madvise
         advise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), mmap.MADV_HUGEPAGE)  # may be refused
+
+
+def _version(source: str) -> list[str]:
+    """The option for the version of the language, if a source needs another than compilers take."""
+    return ["-cl-std=CL2.0"] if KERNEL_COUNTERS in source else []
 
 
 def _checked(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
