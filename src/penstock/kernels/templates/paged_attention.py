@@ -73,7 +73,7 @@ def _on_cpu(sizes: Sizes, capabilities: Capabilities) -> KernelSource:
     width = 1 if sizes.size % _VECTOR else _VECTOR
     k = kernel_of("attend_to_pages", sizes, capabilities)
     tasks = Tasks(sizes.units * sizes.splits, capabilities)
-    scores = k.shared("scores", sizes.type, sizes.together * _TILE)
+    scores = k.shared("scores", sizes.type, sizes.together * _TILE, width=_VECTOR)
     places = k.shared("places", "int32", _TILE)
     results = k.shared("results", sizes.type, sizes.together * sizes.size)
     heads = range(sizes.together)
@@ -128,15 +128,26 @@ def _weigh(
 ) -> None:
     """Replace the scores of a tile by weights, and rescale what was summed before."""
     (scores, results), (most, total) = arrays, known
+    first = head * _TILE
+    end = k.let(f"end{head}", (count + (_VECTOR - 1)) // _VECTOR * _VECTOR)
+    with k.loop(f"at_rest{head}", count, end) as at:
+        k.store(scores, at + first, LOWEST)
     before = k.let(f"before{head}", most)
-    with k.loop(f"at_most{head}", 0, count) as at:
-        k.assign(most, k.call("maximum", most, k.load(scores, at + head * _TILE)))
+    highest = k.variable(f"highest{head}", k.load_vector(scores, Const(first), _VECTOR))
+    with k.loop(f"at_most{head}", _VECTOR, end, _VECTOR) as at:
+        k.assign(highest, k.call("maximum", highest, k.load_vector(scores, at + first, _VECTOR)))
+    greatest = k.block_reduce(f"greatest{head}", "max", highest, 1, 1)
+    k.assign(most, k.call("maximum", most, greatest))
     factor = k.let(f"factor{head}", k.call("exp", before - most))
-    k.assign(total, total * factor)
-    with k.loop(f"at_weight{head}", 0, count) as at:
-        weight = k.let(f"weight{head}", k.call("exp", k.load(scores, at + head * _TILE) - most))
-        k.store(scores, at + head * _TILE, weight)
-        k.assign(total, total + weight)
+    weights = k.variable(f"weights{head}", k.broadcast(Const(0.0, Type(sizes.type)), _VECTOR))
+    with k.loop(f"at_weight{head}", 0, end, _VECTOR) as at:
+        score = k.let(f"score{head}", k.load_vector(scores, at + first, _VECTOR))
+        power = k.call("exp", k.call("subtract", score, k.broadcast(most, _VECTOR)))
+        weight = k.let(f"weight{head}", power)
+        k.store(scores, at + first, weight)
+        k.assign(weights, k.call("add", weights, weight))
+    added = k.block_reduce(f"added{head}", "sum", weights, 1, 1)
+    k.assign(total, total * factor + added)
     with k.loop(f"scaled{head}", 0, sizes.size) as item:
         place = item + head * sizes.size
         k.store(results, place, k.load(results, place) * factor)
