@@ -21,7 +21,7 @@ from penstock.kernels.source import KernelSource
 from penstock.kernels.templates.launches import Launch, Lowering, Tasks, is_cpu
 from penstock.kernels.templates.paged_gpu import by_threads
 from penstock.kernels.templates.paged_operands import LOWEST
-from penstock.kernels.templates.paged_prompts import prompt_attention
+from penstock.kernels.templates.paged_prompts import lanes_of, prompt_attention
 from penstock.kernels.templates.paged_tiles import by_tiles
 from penstock.kernels.templates.paged_units import (
     Sizes,
@@ -33,7 +33,6 @@ from penstock.kernels.templates.paged_units import (
     store_item,
 )
 
-_LEAST_VECTOR = 8  # items of a vector of a CPU
 _TILE = 64  # positions that a thread of a CPU has the scores of
 _SUMS = 12  # vectors of results that are added to at a time
 
@@ -71,8 +70,7 @@ def on_gpu(
 
 def _on_cpu(sizes: Sizes, capabilities: Capabilities) -> KernelSource:
     """A task has a split of a group of heads, in tiles of positions."""
-    lanes = max(capabilities.vector_width, _LEAST_VECTOR)
-    width = next(width for width in (lanes, _LEAST_VECTOR, 1) if not sizes.size % width)
+    lanes, width = lanes_of(sizes.size, capabilities)
     k = kernel_of("attend_to_pages", sizes, capabilities)
     tasks = Tasks(sizes.units * sizes.splits, capabilities)
     scores = k.shared("scores", sizes.type, sizes.together * _TILE, width=lanes)
