@@ -28,7 +28,7 @@ _MOST_WORK = 1 << 25  # operations and bytes of a call; beyond that, a launch ta
 _LEAST_WORK = 1 << 18  # of the largest in a turn; below that, a thread alone is about as fast
 _FEWEST_TURNS, _FEWEST_CALLS = 4, 12
 _LONGEST_TURN = 64  # calls, for the sake of compile time
-_ARRAY_BYTES = 1 << 16  # of a function, which has them on the stack
+_ARRAY_BYTES = 1 << 18  # of a function, which has them on the stack
 
 
 def in_teams(calls: Sequence[Call], capabilities: Capabilities) -> list[Call]:
