@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -111,6 +112,24 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     made = Device.over(driver)
     yield made
     made.close()
+
+
+def test_devices_compute_at_the_same_time() -> None:
+    """The same program: the counters of each device are its own."""
+    devices = [Device.over(OpenCLDriver(NATIVE, f"team {number}")) for number in range(2)]
+    networks = [ps.jit(layers(6, 256, device)) for device in devices]
+    given = [ps.asarray(np.ones((2, 256), np.float32), device=device) for device in devices]
+    expected = networks[0](given[0]).numpy()
+
+    def results(at: int) -> list[Any]:
+        return [result.numpy() for result in [networks[at](given[at]) for _ in range(500)]]
+
+    with ThreadPoolExecutor(2) as threads:
+        for computed in threads.map(results, range(2)):
+            for result in computed:
+                np.testing.assert_array_equal(result, expected)
+    for device in devices:
+        device.close()
 
 
 def teams_of(jitted: Any) -> int:

@@ -10,6 +10,7 @@ Memory comes in one of three kinds, by what the device offers:
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import sys
 import threading
@@ -53,6 +54,7 @@ _SVM = cl.svm_mem_flags.READ_WRITE | cl.svm_mem_flags.SVM_FINE_GRAIN_BUFFER
 _PROFILE = cl.profiling_info
 _INLINE_SECONDS = 8e-6  # what a launch takes that the calling thread runs, from the operator on
 _ROUND_QUOTIENTS = "-cl-fp32-correctly-rounded-divide-sqrt"
+_numbers = itertools.count()  # of drivers
 _STATUS = cl.event_info.COMMAND_EXECUTION_STATUS
 _READ, _READ_WRITE = cl.map_flags.READ, cl.map_flags.READ | cl.map_flags.WRITE
 # Typed as Any: their stubs require keywords, which would cost a third of a microsecond for every launch.
@@ -73,6 +75,7 @@ class OpenCLDriver(Driver):
 
     def __init__(self, device: cl.Device, name: str, memory: MemoryKind | None = None) -> None:
         self._memory_kind = memory or best_memory_kind(device)
+        self._number = next(_numbers)
         super().__init__(name, opencl_capabilities(device, self._memory_kind))
         self._device = device
         self._inline_native = pocl.inline_device(device) if self._memory_kind == "svm" else None
@@ -175,13 +178,20 @@ class OpenCLDriver(Driver):
         """A source of kernels with these names, compiled for a device or loaded from disk."""
         try:
             version = _version(source)
-            compile = partial(self._build, cl.Program(self._context, source), device, version)
+            compile = partial(self._build, cl.Program(self._context, self._own(source)), device, version)
             if self._cache is None:
                 return compile()
             description, load = self._description(source, device), partial(self._loaded, device, version)
             return self._cache.build(description, len(names), load, compile)
         except cl.Error as error:
             raise self._refusal(names, error) from None
+
+    def _own(self, source: str) -> str:
+        """A source that is another for each driver of the process if its kernels have counters.
+
+        PoCL loads the code of equal sources once, and drivers run kernels at the same time.
+        """
+        return f"#define DRIVER {self._number}\n{source}" if KERNEL_COUNTERS in source else source
 
     def _refusal(self, names: Collection[str], error: cl.Error) -> CompileError:
         hint = pocl_cpu.HINT if pocl_cpu.REFUSED in str(error) else ""
@@ -212,7 +222,7 @@ class OpenCLDriver(Driver):
     def _description(self, source: str, device: cl.Device) -> str:
         """All that the compiled code of a source depends on."""
         version = device.platform.name, device.version, device.driver_version, device.name
-        parts = *version, pocl_cpu.given_name(device), *self._options, pocl.extra_flags(), source
+        parts = *version, pocl_cpu.given_name(device), *self._options, pocl.extra_flags(), self._own(source)
         return "\n".join(parts)
 
     @property

@@ -367,9 +367,7 @@ def walk(body: Sequence[Statement]) -> Iterator[Statement]:
 Parameters = list[tuple[str, str]]
 LOCAL_MEMORY = "local_memory"  # the array, of 8-byte items, that a kernel's functions share
 POINTERS = "pointers"
-FIRST_TASK = (
-    32  # of a kernel's counters, the first that counts tasks; those before are in cache lines of their own
-)
+FIRST_TASK = 32  # the first of a kernel's counters that counts tasks which were taken
 COUNTERS = "counters"  # the integers of the device's memory that a kernel has to itself
 
 
