@@ -177,11 +177,11 @@ class OpenCLDriver(Driver):
     def _program(self, source: str, names: Collection[str], device: cl.Device) -> cl.Program:
         """A source of kernels with these names, compiled for a device or loaded from disk."""
         try:
-            version = _version(source)
-            compile = partial(self._build, cl.Program(self._context, self._own(source)), device, version)
+            program = cl.Program(self._context, self._own(source))
+            compile = partial(self._build, program, device, _version(source))
             if self._cache is None:
                 return compile()
-            description, load = self._description(source, device), partial(self._loaded, device, version)
+            description, load = self._description(source, device), partial(self._loaded, device)
             return self._cache.build(description, len(names), load, compile)
         except cl.Error as error:
             raise self._refusal(names, error) from None
@@ -237,10 +237,10 @@ class OpenCLDriver(Driver):
             program.build([*version, *self._options], devices=[device], cache_dir=False)  # type: ignore[arg-type]
             return program
 
-    def _loaded(self, device: cl.Device, version: Sequence[str], binary: bytes) -> cl.Program | None:
+    def _loaded(self, device: cl.Device, binary: bytes) -> cl.Program | None:
         """A program from its binary; None if the driver refuses it, as it may do after an update."""
         try:
-            return self._build(cl.Program(self._context, [device], [binary]), device, version)
+            return self._build(cl.Program(self._context, [device], [binary]), device)
         except cl.Error:
             return None
 
