@@ -353,6 +353,7 @@ OPTIMIZED = {
     "test_same_bits",
     "test_short_axes",
     "test_special_values",
+    "test_teams",
     "test_templates",
     "test_tiles",
     "test_vector_width",

@@ -22,6 +22,7 @@ from penstock.kernels.hazards import Range, Touched, orderings
 from penstock.kernels.horizontal_fusion import fuse_horizontally, joins, kind
 from penstock.kernels.last_workgroup import with_last_workgroups
 from penstock.kernels.sizes import Sizes
+from penstock.kernels.teams import in_teams
 
 # For each buffer of a horizontally fused launch: the index of its allocation, and its offset there in
 # multiples of the alignment.
@@ -191,7 +192,7 @@ def _concatenated(
         if copies:
             result += together
         else:
-            calls = [item for item in together if isinstance(item, Call)]
+            calls = in_teams([item for item in together if isinstance(item, Call)], capabilities)
             result += concatenated(calls, schedule.arenas, capabilities)
     return result
 

@@ -67,6 +67,7 @@ class Capabilities:
     tf32: bool = False  # the library may round float32 to 10 bits of fraction before it multiplies
     # Its memory is not the host's, and a program may copy to pinned memory and back beside its kernels.
     offloads: bool = False
+    kernel_counters: bool = False  # a CPU's kernels may have integers that all of their launches share
     cache_bytes: int = 0  # of a CPU's last-level cache; 0: none, or it is not known
 
     @property
@@ -100,6 +101,10 @@ BEGIN_EARLY = " BEGIN_EARLY;"
 WAIT_FIRST = f"{BEGIN_EARLY} WAIT_FOR_EARLIER;"
 # With which a text for CUDA begins whose products and sums are rounded one by one.
 NO_CONTRACTION = "// Nothing is contracted.\n"
+
+
+# Before integers of OpenCL that a kernel has to itself. A text with them is a later version of the language.
+KERNEL_COUNTERS = "static __global"
 
 
 class LibraryLaunch(Protocol):

@@ -38,6 +38,7 @@ MOST_TENSOR_ROWS = 32  # the same, for kernels that multiply on tensor cores
 # Of a product that computes its row: with more features, each of many workgroups would wait for the row.
 _MOST_FEATURES = 128  # for each compute unit
 _MOST_INPUTS = 4096  # so that threads have few of them each
+_SUM_BYTES = 256
 _KERNEL_DTYPES = (float32, float16, bfloat16)
 
 
@@ -120,8 +121,8 @@ def _many_rows(node: Node, capabilities: Capabilities) -> Node | None:
     """A product with the unpacked matrix in memory."""
     x, words, scales = node.inputs
     few = 0 < x.shape[0] <= (MOST_TENSOR_ROWS if on_tensor_cores(node, capabilities) else MOST_ROWS)
-    # A CPU lays a row out in local memory, and with up to four items one more.
-    fits = capabilities.vector_width == 1 or 5 * x.shape[1] <= capabilities.local_bytes
+    # A CPU lays a row out in local memory, and with up to four items one more, beside a few sums.
+    fits = capabilities.vector_width == 1 or 5 * x.shape[1] + _SUM_BYTES <= capabilities.local_bytes
     in_dtypes = x.dtype in _KERNEL_DTYPES and scales.dtype in _KERNEL_DTYPES
     if not capabilities.compiles or (few and fits and in_dtypes):
         return None

@@ -86,7 +86,7 @@ class MergedCalls:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.sources: dict[str, KernelSource] = {}  # of the functions, by name
-        self._slots: set[int] = set()
+        self.slots: set[int] = set()  # of its buffers
         self._constants: dict[int, str] = {}  # dtypes, by their indices in the program
         self.pieces = 0  # calls in the text, about: those that repeat others but for offsets do not count
         self._keys: list[Hashable] = []
@@ -102,7 +102,7 @@ class MergedCalls:
         self.takes_sizes = self.takes_sizes or bool(call.source.sizes)
         self.calls.append(call)
         self.sources[call.source.name] = call.source
-        self._slots.update(slot for slot, _ in call.locations)
+        self.slots.update(slot for slot, _ in call.locations)
         dtypes = call.source.scalars[len(call.scalars) :]
         self._constants.update(zip(call.constants, dtypes, strict=True))
 
@@ -144,7 +144,7 @@ class MergedCalls:
 
     def parameter_bytes(self, more: Call) -> int:
         """The bytes of the kernel's parameters with another call, without sizes."""
-        slots = self._slots.union(slot for slot, _ in more.locations)
+        slots = self.slots.union(slot for slot, _ in more.locations)
         return _BUFFER_BYTES * len(slots) + _CONSTANT_BYTES * len({*self._constants, *more.constants})
 
     def functions(self, linkage: str, private: bool = False) -> list[ir.Function]:
@@ -159,19 +159,22 @@ class MergedCalls:
         workgroup: ir.Expr,
         arguments: Sequence[ir.Expr],
         arrays: Sequence[tuple[str, int]] = (),
+        numbers: Sequence[ir.Expr] = (),
     ) -> ir.CallFunction:
-        """A call as a statement; `arguments` are the offsets of its buffers, and its scalars."""
-        slots = sorted(self._slots)
-        buffers = tuple(
-            (dtype, f"out{slots.index(slot)}")
-            for dtype, (slot, _) in zip(call.source.buffers, call.locations, strict=True)
-        )
+        """A call as a statement; `arguments` are the offsets of its buffers, and its scalars.
+
+        `numbers`: those of its buffers among the parameters, if these differ between calls.
+        """
+        slots = sorted(self.slots)
+        own = [f"out{slots.index(slot)}" for slot, _ in call.locations]
+        names: Sequence[str | ir.Expr] = numbers or own
+        buffers = tuple(zip(call.source.buffers, names, strict=True))
         constants = [ir.Var(f"c{list(self._constants).index(number)}") for number in call.constants]
         return ir.CallFunction(call.source.name, workgroup, tuple(arrays), buffers, (*arguments, *constants))
 
     def as_one(self, kernel: ir.KernelIR, name: str, dialect: Dialect, scalars: Sequence[int] = ()) -> Call:
         """The call of a kernel that makes all calls."""
-        calls, slots = self.calls, sorted(self._slots)
+        calls, slots = self.calls, sorted(self.slots)
         kernel.outputs, kernel.scalars = ["uint8"] * len(slots), [*self._constants.values()]
         reads = dict.fromkeys(part for call in calls for part in call.touched.reads)
         writes = tuple(part for call in calls for part in call.touched.writes)

@@ -96,15 +96,17 @@ def packed_group(group: Group, product: Node, capabilities: Capabilities, name: 
         else:
             source = tensor_packed(k, problems, capabilities, finish, emit)
         places |= prologue.reads
+    elif vectors:
+        problem, width = _packed_problem(k, group, product), epilogue.possible(LANES)
+        source = cpu_packed(k, problem, capabilities, epilogue.statements, width)
     else:
-        build = cpu_packed if vectors else gpu_packed
         for number, other in enumerate(others):  # whose results stay in local memory
             results = k.shared(f"results{number}", "float32", product.shape[0] * PACKED_FEATURES)
             with k.when(ir.TRUE):
-                build(k, _packed_problem(k, group, other), capabilities, _kept_in(k, results))
+                gpu_packed(k, _packed_problem(k, group, other), capabilities, _kept_in(k, results))
             k.barrier()
             epilogue.known[other] = results
-        source = build(k, _packed_problem(k, group, product), capabilities, epilogue.statements)
+        source = gpu_packed(k, _packed_problem(k, group, product), capabilities, epilogue.statements)
     over = overwritable(group, epilogue.loads, epilogue.stores)
     return one_launch(source, tuple(tuple(at for at in inputs if at not in places) for inputs in over))
 

@@ -67,6 +67,7 @@ def opencl_capabilities(device: cl.Device, memory: MemoryKind | None = None) -> 
         float64="cl_khr_fp64" in extensions,
         max_buffers=_most_buffers(device),
         rounds_quotients=bool(device.single_fp_config & cl.device_fp_config.CORRECTLY_ROUNDED_DIVIDE_SQRT),
+        kernel_counters=device.platform.name == pocl.PLATFORM and kind == "cpu" and pocl.is_known(),
         offloads=kind != "cpu" and (memory or best_memory_kind(device)) == "device",
         cache_bytes=device.global_mem_cache_size if kind == "cpu" else 0,
     )

@@ -10,6 +10,7 @@ Memory comes in one of three kinds, by what the device offers:
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import sys
 import threading
@@ -23,6 +24,7 @@ import numpy as np
 import pyopencl as cl
 
 from penstock.drivers.driver import (
+    KERNEL_COUNTERS,
     Args,
     Bytes,
     Driver,
@@ -52,6 +54,7 @@ _SVM = cl.svm_mem_flags.READ_WRITE | cl.svm_mem_flags.SVM_FINE_GRAIN_BUFFER
 _PROFILE = cl.profiling_info
 _INLINE_SECONDS = 8e-6  # what a launch takes that the calling thread runs, from the operator on
 _ROUND_QUOTIENTS = "-cl-fp32-correctly-rounded-divide-sqrt"
+_numbers = itertools.count()  # of drivers
 _STATUS = cl.event_info.COMMAND_EXECUTION_STATUS
 _READ, _READ_WRITE = cl.map_flags.READ, cl.map_flags.READ | cl.map_flags.WRITE
 # Typed as Any: their stubs require keywords, which would cost a third of a microsecond for every launch.
@@ -72,6 +75,7 @@ class OpenCLDriver(Driver):
 
     def __init__(self, device: cl.Device, name: str, memory: MemoryKind | None = None) -> None:
         self._memory_kind = memory or best_memory_kind(device)
+        self._number = next(_numbers)
         super().__init__(name, opencl_capabilities(device, self._memory_kind))
         self._device = device
         self._inline_native = pocl.inline_device(device) if self._memory_kind == "svm" else None
@@ -173,13 +177,21 @@ class OpenCLDriver(Driver):
     def _program(self, source: str, names: Collection[str], device: cl.Device) -> cl.Program:
         """A source of kernels with these names, compiled for a device or loaded from disk."""
         try:
-            compile = partial(self._build, cl.Program(self._context, source), device)
+            program = cl.Program(self._context, self._own(source))
+            compile = partial(self._build, program, device, _version(source))
             if self._cache is None:
                 return compile()
             description, load = self._description(source, device), partial(self._loaded, device)
             return self._cache.build(description, len(names), load, compile)
         except cl.Error as error:
             raise self._refusal(names, error) from None
+
+    def _own(self, source: str) -> str:
+        """A source that is another for each driver of the process if its kernels have counters.
+
+        PoCL loads the code of equal sources once, and drivers run kernels at the same time.
+        """
+        return f"#define DRIVER {self._number}\n{source}" if KERNEL_COUNTERS in source else source
 
     def _refusal(self, names: Collection[str], error: cl.Error) -> CompileError:
         hint = pocl_cpu.HINT if pocl_cpu.REFUSED in str(error) else ""
@@ -210,7 +222,7 @@ class OpenCLDriver(Driver):
     def _description(self, source: str, device: cl.Device) -> str:
         """All that the compiled code of a source depends on."""
         version = device.platform.name, device.version, device.driver_version, device.name
-        parts = *version, pocl_cpu.given_name(device), *self._options, pocl.extra_flags(), source
+        parts = *version, pocl_cpu.given_name(device), *self._options, pocl.extra_flags(), self._own(source)
         return "\n".join(parts)
 
     @property
@@ -218,11 +230,11 @@ class OpenCLDriver(Driver):
         """The options for the compiler: no warnings, and quotients and roots that are rounded correctly."""
         return ["-w", *([_ROUND_QUOTIENTS] if self.capabilities.rounds_quotients else [])]
 
-    def _build(self, program: cl.Program, device: cl.Device) -> cl.Program:
+    def _build(self, program: cl.Program, device: cl.Device, version: Sequence[str] = ()) -> cl.Program:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", cl.CompilerWarning)
             # Without PyOpenCL's cache on disk, which is never emptied: drivers have their own.
-            program.build(self._options, devices=[device], cache_dir=False)  # type: ignore[arg-type]
+            program.build([*version, *self._options], devices=[device], cache_dir=False)  # type: ignore[arg-type]
             return program
 
     def _loaded(self, device: cl.Device, binary: bytes) -> cl.Program | None:
@@ -447,6 +459,11 @@ def _prefer_huge_pages(array: Bytes) -> None:
         nbytes = array.ctypes.data + array.nbytes - start
         advise = ctypes.CDLL(None).madvise
         advise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), mmap.MADV_HUGEPAGE)  # may be refused
+
+
+def _version(source: str) -> list[str]:
+    """The option for the version of the language, if a source needs another than compilers take."""
+    return ["-cl-std=CL2.0"] if KERNEL_COUNTERS in source else []
 
 
 def _checked(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -252,11 +252,17 @@ def both_devices() -> AbstractContextManager[None]:
 
     Not where the user has chosen devices, or where PoCL is not the package that is known to have both.
     """
+    if _DEVICES in os.environ or not is_known():
+        return nullcontext()
+    return environment(_DEVICES, _BOTH_DEVICES)
+
+
+def is_known() -> bool:
+    """Whether PoCL is the package that is known to have both devices, and counters of kernels."""
     try:
-        known = version(_PACKAGE) == _PACKAGE_VERSION
+        return version(_PACKAGE) == _PACKAGE_VERSION
     except PackageNotFoundError:
-        known = False
-    return environment(_DEVICES, _BOTH_DEVICES) if known and _DEVICES not in os.environ else nullcontext()
+        return False
 
 
 def without_inline(devices: Sequence[cl.Device]) -> list[cl.Device]:

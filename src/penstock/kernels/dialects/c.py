@@ -135,9 +135,14 @@ class CPrinter(Printer):
         arguments += [
             f"(LOCAL_AT {C_TYPES[dtype]} *)({ir.LOCAL_MEMORY} + {at})" for dtype, at in statement.arrays
         ]
-        arguments += [f"(GLOBAL {C_TYPES[dtype]} *){buffer}" for dtype, buffer in statement.buffers]
+        arguments += [
+            f"(GLOBAL {C_TYPES[dtype]} *){self._buffer(buffer)}" for dtype, buffer in statement.buffers
+        ]
         arguments += map(self.expr, statement.arguments)
         return f"{self.kernel_name}_{statement.function}({', '.join(arguments)});"
+
+    def _buffer(self, buffer: str | ir.Expr) -> str:
+        return buffer if isinstance(buffer, str) else f"{ir.POINTERS}[{self.expr(buffer)}]"
 
     def loop(self, loop: ir.For) -> list[str]:
         unroll = f'_Pragma("unroll {loop.unrolled}") ' if loop.unrolled else ""

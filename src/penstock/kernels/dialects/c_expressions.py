@@ -87,7 +87,19 @@ _INTEGER = {
     "maximum": "({0} > {1} ? {0} : {1})",
     "minimum": "({0} < {1} ? {0} : {1})",
 }
-_INTEGER_VECTOR = _INTEGER | _wrapping("as_{T}(%s)", "as_{U}(%s)")
+_INTEGER_VECTOR = {
+    **_INTEGER,
+    **_wrapping("as_{T}(%s)", "as_{U}(%s)"),
+    "bitwise_left_shift": "(as_{U}({1}) < {bits} ? as_{T}(as_{U}({0}) << as_{U}({1})) : ({T})(0))",
+}
+_SIGNED_VECTOR = {
+    **_INTEGER_VECTOR,
+    "bitwise_right_shift": "({0} >> as_{T}(as_{U}({1}) < {bits} ? as_{U}({1}) : ({U})({bits} - 1)))",
+}
+_UNSIGNED_VECTOR = {
+    **_INTEGER_VECTOR,
+    "bitwise_right_shift": "({1} < {bits} ? {0} >> {1} : ({T})(0))",
+}
 _INTEGER_SCALAR = {
     **_INTEGER,
     **_wrapping("(({T})(%s))", "({U})%s"),
@@ -128,9 +140,9 @@ _PATTERNS: dict[tuple[str, bool], Patterns] = {
     ("f", False): _FLOAT_SCALAR,
     ("f", True): _FLOAT_VECTOR,
     ("i", False): _SIGNED_SCALAR,
-    ("i", True): _INTEGER_VECTOR,
+    ("i", True): _SIGNED_VECTOR,
     ("u", False): _UNSIGNED_SCALAR,
-    ("u", True): _INTEGER_VECTOR,
+    ("u", True): _UNSIGNED_VECTOR,
 }
 _VECTOR_DTYPES = ("bool", "int32", "uint32", "int64", "uint64", "float32")
 

@@ -37,8 +37,29 @@ class VectorPrinter(CPrinter):
             case ir.Prefetch(buffer, index):
                 # Its argument is of no address space.
                 return [f"__builtin_prefetch((const void *)(size_t)({buffer} + {self.addend(index)}));"]
+            case ir.Pointers(count):
+                names = ", ".join(f"out{number}" for number in range(count))
+                return [f"GLOBAL uchar *{ir.POINTERS}[] = {{{names}}};"]
+            case ir.SharedTasks(name, count, number, before):
+                task = f"next_task({self._counters}, {self.expr(number)})"
+                return [
+                    f"if (!are_done({self._counters}, {self.expr(before)})) {{",
+                    f"    END_TASKS({self._counters});",
+                    "    return;",
+                    "}",
+                    f"for (int {name}; ({name} = {task}) < {count};) {{",
+                    *self.statements(statement.body),
+                    f"    task_done({self._counters});",
+                    "}",
+                ]
+            case ir.EndTasks():
+                return [f"END_TASKS({self._counters});"]
             case _:
                 return super().special(statement)
+
+    @property
+    def _counters(self) -> str:
+        return f"{self.kernel_name}_{ir.COUNTERS}"
 
     def expression(self, operation: str, result: ir.Type, of: ir.Type, inputs: Sequence[str]) -> str | None:
         if operation == "minimum" and of == ir.INT:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from penstock.drivers.driver import KERNEL_COUNTERS
 from penstock.kernels.dialects.c_dialect import CDialect
 from penstock.kernels.dialects.thread_prelude import TANH, THREAD_NAMES, THREAD_WORDS
+from penstock.kernels.ir import FIRST_TASK
 from penstock.kernels.source import C_TYPES, KernelSource
 
 _PRELUDE = """
@@ -238,6 +240,38 @@ _RAW_WORDS = """\
 """
 
 
+# Tasks that the workgroups of a CPU's kernel share: see `ir.SharedTasks`. Of its counters, the first counts
+# tasks that are done, the second, in another cache line, workgroups that have ended, and the others tasks
+# that were taken. A wait is long after about a millisecond: the core of who does the task is taken, too.
+_TASKS = f"""
+#define COUNTERS {KERNEL_COUNTERS}
+#ifdef __x86_64__
+#define PAUSE __builtin_ia32_pause()
+#else
+#define PAUSE FENCE
+#endif
+#define END_TASKS(counters) end_tasks(counters, sizeof(counters) / sizeof(int))
+static inline int next_task(__global int *counters, int number) {{
+    return __atomic_fetch_add(&counters[{FIRST_TASK} + number], 1, __ATOMIC_RELAXED);
+}}
+static inline void task_done(__global int *counters) {{
+    FENCE;
+    __atomic_fetch_add(&counters[0], 1, __ATOMIC_RELEASE);
+}}
+static inline bool are_done(__global int *counters, int tasks) {{
+    for (int pauses = 0; pauses < 1 << 15; pauses++) {{
+        if (__atomic_load_n(&counters[0], __ATOMIC_ACQUIRE) >= tasks) return true;
+        PAUSE;
+    }}
+    return false;
+}}
+static inline void end_tasks(__global int *counters, int length) {{
+    int ended = __atomic_fetch_add(&counters[{FIRST_TASK // 2}], 1, __ATOMIC_ACQ_REL) + 1;
+    for (int at = 0; at < length && ended == (int)get_num_groups(0); at++) counters[at] = 0;
+}}
+"""
+
+
 class OpenCL(CDialect):
     """OpenCL C."""
 
@@ -256,6 +290,7 @@ class OpenCL(CDialect):
         **_in_vectors_of(16),
         **dict.fromkeys(("larger_", "smaller_"), _EXTREMES),
         **{f"{name}_{width}(": _ANGLES for name in ("sin", "cos", "tan") for width in (8, 16)},
+        "COUNTERS": _TASKS,
         "loose_": _VECTORS,
         **_VECTORS_OF_16,
         **dict.fromkeys(("BFLOAT16", "round_half", "_halves_"), _HALVES),

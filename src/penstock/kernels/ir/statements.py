@@ -236,13 +236,39 @@ class AtomicAdd(Statement):
     name: str = ""
 
 
+class SharedTasks(Statement):
+    """Tasks, `name` from 0 to below `count`, each of which one of a launch's workgroups does.
+
+    A workgroup begins when the tasks of all such statements before this one are done, which are `before`; it
+    takes the next until there is none. `number` counts these statements, in loops too. A workgroup that waits
+    for others for long ends, and leaves the rest to them: they have begun a task each, so one of them
+    is never waiting. Only where `Capabilities.kernel_counters`.
+    """
+
+    name: str
+    count: int
+    number: Expr
+    before: Expr
+    body: list[Statement]
+
+
+class EndTasks(Statement):
+    """The end of a workgroup after shared tasks. The last sets the kernel's counters back."""
+
+
+class Pointers(Statement):
+    """An array `POINTERS` of pointers to the outputs, of which there are so many."""
+
+    count: int
+
+
 class CallFunction(Statement):
     """A call of one of the kernel's functions, as workgroup `group`."""
 
     function: str
     group: Expr
     arrays: tuple[tuple[str, int], ...]  # local arrays: dtype, offset in `LOCAL_MEMORY`
-    buffers: tuple[tuple[str, str], ...]  # dtype, name of the kernel's buffer
+    buffers: tuple[tuple[str, str | Expr], ...]  # dtype, name of the kernel's buffer or index in `POINTERS`
     arguments: tuple[Expr, ...]  # the offsets of its buffers, and its scalars
 
 
@@ -340,6 +366,8 @@ def walk(body: Sequence[Statement]) -> Iterator[Statement]:
 
 Parameters = list[tuple[str, str]]
 LOCAL_MEMORY = "local_memory"  # the array, of 8-byte items, that a kernel's functions share
+POINTERS = "pointers"
+FIRST_TASK = 32  # the first of a kernel's counters that counts tasks which were taken
 COUNTERS = "counters"  # the integers of the device's memory that a kernel has to itself
 
 

@@ -20,6 +20,8 @@ from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.source import KernelSource
 from penstock.kernels.templates.launches import Tasks
 from penstock.kernels.templates.matmul import Epilogue
+from penstock.kernels.templates.matmul_micro import finish_row
+from penstock.kernels.templates.matmul_tiling import LANES
 from penstock.kernels.templates.packed_matmul import PackedProblem, clamped
 
 _SUMS = 8  # vectors that are added to at a time
@@ -41,28 +43,43 @@ class _Blocks:
 
 
 def cpu_packed(
-    k: KernelBuilder, problem: PackedProblem, capabilities: Capabilities, epilogue: Epilogue
+    k: KernelBuilder,
+    problem: PackedProblem,
+    capabilities: Capabilities,
+    epilogue: Epilogue,
+    epilogue_width: int,
 ) -> KernelSource:
-    """A task computes some features of all rows, some rows at a time."""
-    fitting = capabilities.local_bytes // (4 * (problem.inner + problem.inner // problem.each))
+    """A task computes `LANES` features of all rows, some features and rows at a time.
+
+    The epilogue takes so many neighbours at a time.
+    """
+    room = capabilities.local_bytes // 4 - _SUMS * LANES
+    fitting = room // (problem.inner + problem.inner // problem.each)
     rows = ceil(problem.rows / ceil(problem.rows / min(_SUMS, fitting)))
-    features = min(problem.columns, _MOST_FEATURES, _SUMS // rows)
-    tasks = Tasks(ceil(problem.columns / features), capabilities)
+    features = min(_MOST_FEATURES, _SUMS // rows)
+    tasks = Tasks(ceil(problem.columns / LANES), capabilities)
     product = _Product(k, problem, capabilities, min(fitting // rows, ceil(problem.rows / rows)) * rows)
+    sums = k.shared("sums", "float32", rows * LANES, width=LANES)
     with k.loop("begin", 0, problem.rows, product.held) as begin:
         end = k.let("end", k.call("minimum", problem.rows - begin, product.held))
         with k.loop("place", 0, end) as place:
             product.lay_out(begin + place, place)
         with tasks.each(k) as task, k.loop("top", 0, end, rows) as top:
-            columns = [
-                clamped(k, f"column{feature}", task * features + feature, problem.columns)
-                for feature in range(features)
-            ]
+            first = k.let("first", task * LANES)
             own = [k.let(f"own{row}", k.call("minimum", top + row, end - 1)) for row in range(rows)]
-            for (feature, row), total in product.totals(columns, own).items():
-                whole = k.block_reduce(f"whole{feature}_{row}", "sum", total, 1, 1)
-                with k.when((task * features + feature < problem.columns) & (top + row < end)):
-                    k.splice(epilogue(begin + own[row], columns[feature], whole))
+            with k.loop("part", 0, LANES, features) as part:
+                columns = [
+                    clamped(k, f"column{feature}", first + part + feature, problem.columns)
+                    for feature in range(features)
+                ]
+                for (feature, row), total in product.totals(columns, own).items():
+                    whole = k.block_reduce(f"whole{feature}_{row}", "sum", total, 1, 1)
+                    k.store(sums, part + (row * LANES + feature), whole)
+            last = k.let("last", k.call("minimum", first + LANES, problem.columns))
+            with k.loop("line_row", 0, k.call("minimum", end - top, rows)) as line_row:
+                line = k.pointer("line", sums, line_row * LANES - first)  # from column 0 on
+                item_row = k.let("item_row", begin + top + line_row)
+                finish_row(k, epilogue, epilogue_width, item_row, line, (first, last, problem.columns))
     return k.source(tasks.grid, tasks.group)
 
 

@@ -21,7 +21,7 @@ from penstock.kernels.source import KernelSource
 from penstock.kernels.templates.launches import Launch, Lowering, Tasks, is_cpu
 from penstock.kernels.templates.paged_gpu import by_threads
 from penstock.kernels.templates.paged_operands import LOWEST
-from penstock.kernels.templates.paged_prompts import prompt_attention
+from penstock.kernels.templates.paged_prompts import lanes_of, prompt_attention
 from penstock.kernels.templates.paged_tiles import by_tiles
 from penstock.kernels.templates.paged_units import (
     Sizes,
@@ -33,8 +33,8 @@ from penstock.kernels.templates.paged_units import (
     store_item,
 )
 
-_VECTOR = 8  # items of a vector of a CPU
 _TILE = 64  # positions that a thread of a CPU has the scores of
+_SUMS = 12  # vectors of results that are added to at a time
 
 
 def paged_attention(node: Node, capabilities: Capabilities) -> Lowering:
@@ -70,10 +70,10 @@ def on_gpu(
 
 def _on_cpu(sizes: Sizes, capabilities: Capabilities) -> KernelSource:
     """A task has a split of a group of heads, in tiles of positions."""
-    width = 1 if sizes.size % _VECTOR else _VECTOR
+    lanes, width = lanes_of(sizes.size, capabilities)
     k = kernel_of("attend_to_pages", sizes, capabilities)
     tasks = Tasks(sizes.units * sizes.splits, capabilities)
-    scores = k.shared("scores", sizes.type, sizes.together * _TILE)
+    scores = k.shared("scores", sizes.type, sizes.together * _TILE, width=lanes)
     places = k.shared("places", "int32", _TILE)
     results = k.shared("results", sizes.type, sizes.together * sizes.size)
     heads = range(sizes.together)
@@ -93,9 +93,11 @@ def _on_cpu(sizes: Sizes, capabilities: Capabilities) -> KernelSource:
                     product = _dot(k, sizes, unit.head_row(head) * sizes.size, place, width, head)
                     k.store(scores, at + head * _TILE, unit.score(product))
             for head in heads:
-                _weigh(k, sizes, head, (scores, results), count, (most[head], sums[head]))
-            for column in range(0, sizes.size, width):
-                _add_values(k, sizes, unit, column, width, (scores, places, results), count)
+                _weigh(k, sizes, head, lanes, (scores, results), count, (most[head], sums[head]))
+            together = max(_SUMS // sizes.together, 1) * width
+            for first in range(0, sizes.size, together):
+                columns = range(first, min(first + together, sizes.size), width)
+                _add_values(k, sizes, unit, columns, (scores, places, results), count)
         for head in heads:
             with k.loop(f"item{head}", 0, sizes.size) as item:
                 result = k.load(results, item + head * sizes.size)
@@ -122,21 +124,33 @@ def _weigh(
     k: KernelBuilder,
     sizes: Sizes,
     head: int,
+    lanes: int,
     arrays: tuple[Memory, Memory],
     count: Expr,
     known: tuple[Var, Var],
 ) -> None:
-    """Replace the scores of a tile by weights, and rescale what was summed before."""
+    """Replace the scores of a tile by weights, `lanes` at a time, and rescale what was summed before."""
     (scores, results), (most, total) = arrays, known
+    first = head * _TILE
+    end = k.let(f"end{head}", (count + (lanes - 1)) // lanes * lanes)
+    with k.loop(f"at_rest{head}", count, end) as at:
+        k.store(scores, at + first, LOWEST)
     before = k.let(f"before{head}", most)
-    with k.loop(f"at_most{head}", 0, count) as at:
-        k.assign(most, k.call("maximum", most, k.load(scores, at + head * _TILE)))
+    highest = k.variable(f"highest{head}", k.load_vector(scores, Const(first), lanes))
+    with k.loop(f"at_most{head}", lanes, end, lanes) as at:
+        k.assign(highest, k.call("maximum", highest, k.load_vector(scores, at + first, lanes)))
+    greatest = k.block_reduce(f"greatest{head}", "max", highest, 1, 1)
+    k.assign(most, k.call("maximum", most, greatest))
     factor = k.let(f"factor{head}", k.call("exp", before - most))
-    k.assign(total, total * factor)
-    with k.loop(f"at_weight{head}", 0, count) as at:
-        weight = k.let(f"weight{head}", k.call("exp", k.load(scores, at + head * _TILE) - most))
-        k.store(scores, at + head * _TILE, weight)
-        k.assign(total, total + weight)
+    weights = k.variable(f"weights{head}", k.broadcast(Const(0.0, Type(sizes.type)), lanes))
+    with k.loop(f"at_weight{head}", 0, end, lanes) as at:
+        score = k.let(f"score{head}", k.load_vector(scores, at + first, lanes))
+        power = k.call("exp", k.call("subtract", score, k.broadcast(most, lanes)))
+        weight = k.let(f"weight{head}", power)
+        k.store(scores, at + first, weight)
+        k.assign(weights, k.call("add", weights, weight))
+    added = k.block_reduce(f"added{head}", "sum", weights, 1, 1)
+    k.assign(total, total * factor + added)
     with k.loop(f"scaled{head}", 0, sizes.size) as item:
         place = item + head * sizes.size
         k.store(results, place, k.load(results, place) * factor)
@@ -146,23 +160,29 @@ def _add_values(
     k: KernelBuilder,
     sizes: Sizes,
     unit: Unit,
-    column: int,
-    width: int,
+    columns: range,
     arrays: tuple[Memory, Memory, Memory],
     count: Expr,
 ) -> None:
-    """Add some columns of the weighted values of a tile to the results of all heads."""
-    scores, places, results = arrays
-    heads = range(sizes.together)
-    totals = [
-        k.variable(f"total{head}_{column}", _vector(k, results, Const(head * sizes.size + column), width))
-        for head in heads
-    ]
-    with k.loop(f"at_value{column}", 0, count) as at:
-        place = k.load(places, at) + (unit.values + column)
-        value = k.let(f"value{column}", _vector(k, k.inputs[1], place, width))
-        for head, total in zip(heads, totals, strict=True):
+    """Add some columns of the weighted values of a tile to the results of all heads, in vectors."""
+    (scores, places, results), width = arrays, columns.step
+    totals = {
+        (head, column): k.variable(
+            f"total{head}_{column}", _vector(k, results, Const(head * sizes.size + column), width)
+        )
+        for head in range(sizes.together)
+        for column in columns
+    }
+    with k.loop(f"at_value{columns.start}", 0, count) as at:
+        place = k.let("place", k.load(places, at) + unit.values)
+        values = {
+            column: k.let(f"value{column}", _vector(k, k.inputs[1], place + column, width))
+            for column in columns
+        }
+        for head in range(sizes.together):
             weight = k.load(scores, at + head * _TILE)
-            k.multiply_add(total, k.broadcast(weight, width) if width > 1 else weight, value)
-    for head, total in zip(heads, totals, strict=True):
+            weight = k.let(f"factor{head}", k.broadcast(weight, width) if width > 1 else weight)
+            for column, value in values.items():
+                k.multiply_add(totals[head, column], weight, value)
+    for (head, column), total in totals.items():
         k.store(results, Const(head * sizes.size + column), total)

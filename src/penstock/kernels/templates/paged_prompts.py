@@ -17,7 +17,7 @@ from penstock.kernels.source import KernelSource, item_size
 from penstock.kernels.templates.launches import Launch, Lowering, Tasks, is_cpu
 from penstock.kernels.templates.paged_operands import LOWEST, Operands, operands_of
 
-_VECTOR = 8  # items of a vector of a CPU
+_LEAST_VECTOR = 8  # items of a vector of a CPU
 _LINES, _TILE = 32, 64  # lines of a task of a CPU, and positions of a tile
 _AT_ONCE = 4  # lines of a CPU, and positions of a GPU, whose sums are in registers together
 _THREADS = 64  # of a workgroup of a GPU
@@ -115,20 +115,22 @@ def _on_cpu(sizes: _Sizes, capabilities: Capabilities) -> KernelSource:
     k = _kernel(sizes, capabilities)
     tasks = Tasks(sizes.rows * sizes.key_heads * parts, capabilities)
     with tasks.each(k) as task:
-        _Tiles(k, sizes, _Block(k, sizes, task, parts, lines), lines).attend()
+        _Tiles(k, sizes, _Block(k, sizes, task, parts, lines), lines, capabilities).attend()
     return k.source(tasks.grid, tasks.group)
 
 
 class _Tiles:
     """A block of lines on a CPU, and its arrays."""
 
-    def __init__(self, k: KernelBuilder, sizes: _Sizes, block: _Block, lines: int) -> None:
+    def __init__(
+        self, k: KernelBuilder, sizes: _Sizes, block: _Block, lines: int, capabilities: Capabilities
+    ) -> None:
         self._k, self._sizes, self._block, self._lines = k, sizes, block, lines
-        self._width = 1 if sizes.size % _VECTOR else _VECTOR  # of vectors of a head's items
+        self._lanes, self._width = lanes_of(sizes.size, capabilities)
         items = lines * sizes.size
         self._queries, self._results = (k.shared(name, sizes.type, items) for name in ("queries", "results"))
-        self._keys = k.shared("keys", sizes.type, sizes.size * _TILE, width=_VECTOR)
-        self._scores = k.shared("scores", sizes.type, lines * _TILE, width=_VECTOR)
+        self._keys = k.shared("keys", sizes.type, sizes.size * _TILE, width=self._lanes)
+        self._scores = k.shared("scores", sizes.type, lines * _TILE, width=self._lanes)
         self._most, self._sums = (k.shared(name, sizes.type, lines) for name in ("most", "sums"))
         self._lasts, self._begins = (k.shared(name, "int32", lines) for name in ("lasts", "begins"))
         self._places = k.shared("places", "int32", _TILE)
@@ -193,26 +195,26 @@ class _Tiles:
         several = range(_AT_ONCE)
         with (
             k.loop("line", 0, self._lines, _AT_ONCE) as line,
-            k.loop("positions", 0, _TILE, 2 * _VECTOR) as at,
+            k.loop("positions", 0, _TILE, 2 * self._lanes) as at,
         ):
-            zero = k.broadcast(Const(0.0, Type(self._sizes.type)), _VECTOR)
+            zero = k.broadcast(Const(0.0, Type(self._sizes.type)), self._lanes)
             totals = [[k.variable(f"product{own}_{half}", zero) for half in range(2)] for own in several]
             with k.loop("inner", 0, size) as inner:
                 keys = [
                     k.let(
                         f"keys{half}",
-                        k.load_vector(self._keys, inner * _TILE + (at + half * _VECTOR), _VECTOR),
+                        k.load_vector(self._keys, inner * _TILE + (at + half * self._lanes), self._lanes),
                     )
                     for half in range(2)
                 ]
                 for own in several:
                     query = k.load(self._queries, (line + own) * size + inner)
-                    query = k.let(f"query{own}", k.broadcast(query, _VECTOR))
+                    query = k.let(f"query{own}", k.broadcast(query, self._lanes))
                     for total, key in zip(totals[own], keys, strict=True):
                         k.multiply_add(total, query, key)
             for own in several:
                 for half, total in enumerate(totals[own]):
-                    place = (line + own) * _TILE + (at + half * _VECTOR)
+                    place = (line + own) * _TILE + (at + half * self._lanes)
                     k.store(self._scores, place, self._block.score(total))
 
     def _hide(self, tile: Expr) -> None:
@@ -232,19 +234,20 @@ class _Tiles:
         A line that has seen nothing yet sums up what its first position multiplies by 0.
         """
         k, sizes, width = self._k, self._sizes, self._width
-        starts = range(0, _TILE, _VECTOR)
+        starts = range(0, _TILE, self._lanes)
         with k.loop("weighed", 0, self._lines) as line:
             scores = [
-                k.let(f"scores{at}", k.load_vector(self._scores, line * _TILE + at, _VECTOR)) for at in starts
+                k.let(f"scores{at}", k.load_vector(self._scores, line * _TILE + at, self._lanes))
+                for at in starts
             ]
             most = k.variable("most_of_lanes", scores[0])
             for score in scores[1:]:
                 k.assign(most, k.call("maximum", most, score))
             before = k.let("before", k.load(self._most, line))
             now = k.let("now", k.call("maximum", before, k.block_reduce("greatest", "max", most, 1, 1)))
-            total = k.variable("sum_of_lanes", k.broadcast(Const(0.0, Type(sizes.type)), _VECTOR))
+            total = k.variable("sum_of_lanes", k.broadcast(Const(0.0, Type(sizes.type)), self._lanes))
             for at, score in zip(starts, scores, strict=True):
-                power = k.call("exp", k.call("subtract", score, k.broadcast(now, _VECTOR)))
+                power = k.call("exp", k.call("subtract", score, k.broadcast(now, self._lanes)))
                 weight = k.let(f"weight{at}", power)
                 k.store(self._scores, line * _TILE + at, weight)
                 k.assign(total, k.call("add", total, weight))
@@ -287,6 +290,12 @@ class _Tiles:
                 for own in several:
                     for first, total in zip(columns, totals[own], strict=True):
                         k.store(self._results, (line + own) * size + first, total)
+
+
+def lanes_of(size: int, capabilities: Capabilities) -> tuple[int, int]:
+    """The lanes of a CPU's vectors of positions, and of those of a head's items, which may be 1."""
+    lanes = max(capabilities.vector_width, _LEAST_VECTOR)
+    return lanes, next(width for width in (lanes, _LEAST_VECTOR, 1) if not size % width)
 
 
 def _items(k: KernelBuilder, memory: Memory, index: Expr, width: int) -> Expr:
