@@ -225,6 +225,9 @@ def lines(name: str, device: ps.Device, compiles: bool, alone: bool, only: list[
 
 
 def planned(name: str, batch: int, device: ps.Device) -> tuple[Budgets, MemoryPlan]:
+    """A model with a plan for its step, which counts what is there beside the model."""
+    gc.collect()
+    device.cleanup()
     base = MODELS[name]
     ours = Budgets(base, np.zeros((batch, base.context + 1), np.int64), device)
     return ours, ps.memory.plan(ours.step(None), ours.tokens)
@@ -246,6 +249,13 @@ def largest_batch(name: str, device: ps.Device, limit: int) -> int:
     return few * unit
 
 
+def foretold(name: str, batch: int, device: ps.Device, limit: int) -> str:
+    """What a plan says of a batch inside a budget."""
+    _ours, plan = planned(name, batch, device)
+    inside = plan.within(limit)
+    return f"{inside.verdict(limit)}; {inside.budgets[-1].host_bytes / MIB:,.0f} MiB at the host"
+
+
 def speed(name: str, batch: int, device: ps.Device, limit: int) -> tuple[float, int]:
     """Tokens a second inside a budget, and the bytes taken. A step may take seconds, so few are run."""
     gc.collect()
@@ -264,8 +274,8 @@ def within(name: str, device: ps.Device, limits: list[str], batches: list[int], 
         # The largest, and one that leaves room: less is computed again.
         for batch in batches or [*largest, *(2 * batch // 3 for batch in largest)]:
             if device.driver.rates is not None:  # it is only described
-                _ours, plan = planned(name, batch, device)
-                report.add(f"{name}: batch inside {text}", batch, "", "", None, plan.verdict(limit - SLACK))
+                detail = foretold(name, batch, device, limit - SLACK)
+                report.add(f"{name}: batch inside {text}", batch, "", "", None, detail)
                 continue
             # State that the plan does not count, such as the last losses, may take what is left.
             try:
