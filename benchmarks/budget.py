@@ -272,7 +272,7 @@ def within(name: str, device: ps.Device, limits: list[str], batches: list[int], 
         limit = parse_bytes(text)
         largest = [] if batches else [largest_batch(name, device, limit)]
         # The largest, and one that leaves room: less is computed again.
-        for batch in batches or [*largest, *(2 * batch // 3 for batch in largest)]:
+        for batch in filter(None, batches or [*largest, *(2 * batch // 3 for batch in largest)]):
             if device.driver.rates is not None:  # it is only described
                 detail = foretold(name, batch, device, limit - SLACK)
                 report.add(f"{name}: batch inside {text}", batch, "", "", None, detail)
