@@ -1,7 +1,9 @@
 """Training steps inside memory budgets, beside PyTorch and JAX: plain, and with a checkpoint per block.
 
     python benchmarks/budget.py [--device opencl:0] [--model nano] [--compile] [--alone] [--save FILE]
-    python benchmarks/budget.py --within 8GiB 24GiB     # the largest batch inside, and its speed
+    python benchmarks/budget.py --only 100% 50% torch jax       # two budgets and two peers
+    python benchmarks/budget.py --within 8GiB 24GiB             # the largest batch inside, and its speed
+    python benchmarks/budget.py --within 24GiB --batch 680      # the speed of a batch
 
 The budgets are shares of what the step takes without a budget, and the smallest that would do, in turn. Each
 peer trains the same model in turn with the step without a budget, one peer after the other, as all of them
@@ -9,6 +11,9 @@ would not fit; all is in one process, and a ratio of time is that to the step wi
 the driver has given out; PyTorch's is what its allocator has reserved, on CUDA only; JAX's what XLA plans. On
 CUDA, or with --compile, PyTorch is also compiled with `activation_memory_budget`, its own knob for the bytes
 that are saved for the gradient.
+
+With a file that describes a device, such as h200.toml, --within only plans. So the time of a device is spent
+on steps: the largest batch may compute so much again that one takes seconds.
 """
 
 from __future__ import annotations
@@ -31,6 +36,7 @@ from measuring import Report, Sides, best_of, installed
 from penstock.bench.steps import Gpt, torch_gpt
 from penstock.config import parse_bytes
 from penstock.errors import OutOfDeviceMemory
+from penstock.execution.memory_plan import MemoryPlan
 
 MODELS = {
     "nano": Gpt(2048, 128, 128, 4, 4, 16),
@@ -41,6 +47,7 @@ SHARES = (1.0, 0.75, 0.5, 0.35, 0.25)
 KNOBS = (0.5, 0.2, 0.0)  # of PyTorch
 RATE = 3e-4
 STEPS = 3  # of each side in a round
+SMALLEST = "the smallest"
 MIB = 1 << 20
 SLACK = 128 << 10  # bytes above the smallest budget, for losses and other small tensors
 
@@ -72,11 +79,11 @@ class Budgets:
 
         return step
 
-    def side(self, memory: int) -> Callable[[], None]:
+    def side(self, memory: int, steps: int = STEPS) -> Callable[[], None]:
         step = self.step(memory)
 
         def run() -> None:
-            for _ in range(STEPS):
+            for _ in range(steps):
                 step(self.tokens)
             self.device.sync()
 
@@ -173,22 +180,33 @@ def beside(ours: Callable[[], Any], make: Callable[[], Side]) -> tuple[float, fl
     """Seconds of our steps and of a peer's, in turn, and the peer's bytes. Its model is gone afterwards."""
     run, nbytes = make()
     best = best_of({"ours": ours, "peer": run}, rounds=5)
+    del run
+    if torch is not None and torch.cuda.is_available():
+        torch_held()  # its allocator would keep what the next peer needs
     return best["ours"], best["peer"], nbytes
 
 
-def lines(name: str, device: ps.Device, compiles: bool, alone: bool, report: Report) -> None:
-    sizes = MODELS[name]
-    tokens = np.random.default_rng(0).integers(0, sizes.vocab, (sizes.batch, sizes.context + 1))
+def limits_of(sizes: Gpt, tokens: Any, device: ps.Device, only: list[str]) -> dict[str, int]:
+    """The budgets by name. All are planned, which takes a while, only where the smallest is wanted."""
     ours = Budgets(sizes, tokens, device)
     plan = ps.memory.plan(ours.step(None), ours.tokens)
-    print(plan, flush=True)
-    unlimited, smallest = plan.unlimited_bytes, plan.smallest_bytes + SLACK
-    limits = {f"{share:.0%}": int(share * unlimited) for share in SHARES}
-    limits = {what: limit for what, limit in limits.items() if limit > smallest} | {"the smallest": smallest}
-    del ours  # frees its memory for the next models
-    bits = {digest(sizes, tokens, device, limit) for limit in limits.values()}
+    limits = {f"{share:.0%}": int(share * plan.unlimited_bytes) for share in SHARES}
+    wanted = {what: limit for what, limit in limits.items() if what == "100%" or not only or what in only}
+    wanted = {what: limit for what, limit in wanted.items() if plan.fits(limit - SLACK)}
+    if not only or SMALLEST in only:
+        print(plan, flush=True)
+        wanted[SMALLEST] = plan.smallest_bytes + SLACK
+    return wanted
+
+
+def lines(name: str, device: ps.Device, compiles: bool, alone: bool, only: list[str], report: Report) -> None:
+    sizes = MODELS[name]
+    tokens = np.random.default_rng(0).integers(0, sizes.vocab, (sizes.batch, sizes.context + 1))
+    limits = limits_of(sizes, tokens, device, only)
+    if len(limits) > 1:
+        bits = {digest(sizes, tokens, device, limit) for limit in limits.values()}
+        report.add(f"{name}: different results", len(bits), "", "= 1", len(bits) == 1, "loss and parameters")
     ours = Budgets(sizes, tokens, device)
-    report.add(f"{name}: different results", len(bits), "", "= 1", len(bits) == 1, "loss and parameters")
     sides: Sides = {what: ours.side(limit) for what, limit in limits.items()}
     taken = {what: ours.physical_bytes(run) for what, run in sides.items()}
     best = best_of(sides, rounds=5)
@@ -198,45 +216,70 @@ def lines(name: str, device: ps.Device, compiles: bool, alone: bool, report: Rep
         report.add(f"{name}: time at {what}", best[what] / best["100%"], "x", "in budget", is_within, detail)
     cuda = device.name.startswith("cuda")
     for what, make in ({} if alone else peers(sizes, tokens, cuda, compiles)).items():
+        if only and what not in only:
+            continue
         own, theirs, nbytes = beside(sides["100%"], make)
         memory = f"; {nbytes / MIB:.1f} MiB" if nbytes else ""
         detail = f"{theirs / STEPS * 1e3:.2f} ms{memory}; ours {own / STEPS * 1e3:.2f} ms"
         report.add(f"{name}: {what} over ours at 100%", theirs / own, "x", "", None, detail)
 
 
-def within(name: str, device: ps.Device, limits: list[str], report: Report) -> None:
-    """The largest batches, by multiples of a quarter of the model's own, that train inside budgets."""
-    base, unit = MODELS[name], max(1, MODELS[name].batch // 4)
+def planned(name: str, batch: int, device: ps.Device) -> tuple[Budgets, MemoryPlan]:
+    """A model with a plan for its step, which counts what is there beside the model."""
+    gc.collect()
+    device.cleanup()
+    base = MODELS[name]
+    ours = Budgets(base, np.zeros((batch, base.context + 1), np.int64), device)
+    return ours, ps.memory.plan(ours.step(None), ours.tokens)
+
+
+def largest_batch(name: str, device: ps.Device, limit: int) -> int:
+    """The largest batch that trains inside a budget, by multiples of a quarter of the model's own."""
+    unit = max(1, MODELS[name].batch // 4)
+
+    def fits(count: int) -> bool:
+        return planned(name, count * unit, device)[1].fits(limit - SLACK)
+
+    few, many = 0, 4
+    while fits(many):
+        few, many = many, 4 * many
+    while many - few > 1:
+        middle = (few + many) // 2
+        few, many = (middle, many) if fits(middle) else (few, middle)
+    return few * unit
+
+
+def foretold(name: str, batch: int, device: ps.Device, limit: int) -> str:
+    """What a plan says of a batch inside a budget."""
+    _ours, plan = planned(name, batch, device)
+    inside = plan.within(limit)
+    return f"{inside.verdict(limit)}; {inside.budgets[-1].host_bytes / MIB:,.0f} MiB at the host"
+
+
+def speed(name: str, batch: int, device: ps.Device, limit: int) -> tuple[float, int]:
+    """Tokens a second inside a budget, and the bytes taken. A step may take seconds, so few are run."""
+    gc.collect()
+    device.cleanup()
+    base = MODELS[name]
     tokens = np.random.default_rng(0).integers(0, base.vocab, (1, base.context + 1))
+    run = (ours := Budgets(base, np.repeat(tokens, batch, 0), device)).side(limit, steps=1)
+    taken = ours.physical_bytes(run)
+    return batch * base.context / best_of({"ours": run}, rounds=2)["ours"], taken
 
-    def fits(count: int, limit: int) -> bool:
-        ours = Budgets(base, np.repeat(tokens, count * unit, 0), device)
-        return bool(ps.memory.plan(ours.step(None), ours.tokens).least_bytes <= limit - SLACK)
 
-    def measured(batch: int, limit: int) -> tuple[float, int]:
-        """Tokens a second inside a budget, and the bytes taken."""
-        gc.collect()
-        device.cleanup()
-        ours = Budgets(base, np.repeat(tokens, batch, 0), device)
-        run = ours.side(limit)
-        taken = ours.physical_bytes(run)
-        seconds = best_of({"ours": run}, rounds=5)["ours"] / STEPS
-        return batch * base.context / seconds, taken
-
+def within(name: str, device: ps.Device, limits: list[str], batches: list[int], report: Report) -> None:
     for text in limits:
-        limit, few, many = parse_bytes(text), 0, 1
-        while fits(many, limit):
-            few, many = many, 2 * many
-        while many - few > 1:
-            middle = (few + many) // 2
-            few, many = (middle, many) if fits(middle, limit) else (few, middle)
-        # The largest, and one that leaves room: less is computed again. State that the plan does not count,
-        # such as the last losses, may take what is left of the budget.
-        for batch in sorted({few * unit, (few - 1) * unit, few * unit * 2 // 3}, reverse=True):
-            if batch <= 0:
+        limit = parse_bytes(text)
+        largest = [] if batches else [largest_batch(name, device, limit)]
+        # The largest, and one that leaves room: less is computed again.
+        for batch in filter(None, batches or [*largest, *(2 * batch // 3 for batch in largest)]):
+            if device.driver.rates is not None:  # it is only described
+                detail = foretold(name, batch, device, limit - SLACK)
+                report.add(f"{name}: batch inside {text}", batch, "", "", None, detail)
                 continue
+            # State that the plan does not count, such as the last losses, may take what is left.
             try:
-                rate, taken = measured(batch, limit)
+                rate, taken = speed(name, batch, device, limit)
             except OutOfDeviceMemory as error:
                 report.add(f"{name}: batch {batch} inside {text}", 0, "", "", None, str(error)[:60])
                 continue
@@ -250,7 +293,9 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, help="gpt2-124M on CUDA, else nano, if nothing is said")
     parser.add_argument("--compile", action="store_true", help="torch.compile on a CPU, too")
     parser.add_argument("--alone", action="store_true", help="without PyTorch and JAX")
+    parser.add_argument("--only", nargs="+", default=[], help="of budgets and peers, by their names")
     parser.add_argument("--within", nargs="+", default=[], help="budgets, each with as large a batch as fits")
+    parser.add_argument("--batch", nargs="+", type=int, default=[], help="the batches inside, where known")
     parser.add_argument("--save", type=Path, help="write the table as JSON, with the commit and the device")
     options = parser.parse_args()
     device = ps.use(options.device)
@@ -258,9 +303,9 @@ def main() -> None:
     report = Report()
     name = options.model or ("gpt2-124M" if cuda else "nano")
     if options.within:
-        within(name, device, options.within, report)
+        within(name, device, options.within, options.batch, report)
     else:
-        lines(name, device, options.compile or cuda, options.alone, report)
+        lines(name, device, options.compile or cuda, options.alone, options.only, report)
     if options.save:
         libraries = {"torch": torch, "jax": jax_gpt.jax}
         versions = {name: "none" if each is None else each.__version__ for name, each in libraries.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 from measuring import installed
 from penstock.bench.steps import Gpt
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # other libraries are in the same process
 jax = installed("jax")
 
 Tree = Any  # JAX's nested containers of arrays
@@ -22,7 +24,7 @@ def weights(sizes: Gpt) -> Tree:
     draw, width = np.random.default_rng(0), sizes.width
 
     def linear(inputs: int, outputs: int) -> Tree:
-        weight = draw.normal(0, 0.02, (inputs, outputs)).astype(np.float32)
+        weight = np.float32(0.02) * draw.standard_normal((inputs, outputs), np.float32)
         return {"weight": weight, "bias": np.zeros(outputs, np.float32)}
 
     def norm() -> Tree:

@@ -86,6 +86,36 @@ def planned(device: str | Path | Device, batch: int, width: int = 32, precision:
     return plan
 
 
+@pytest.mark.usefixtures("default")
+def test_parts_of_attention_read_their_keys_in_place(tmp_path: Path) -> None:
+    """A library reads the first rows of each matrix of a batch without a copy of them."""
+    card = tmp_path / "h200.toml"
+    card.write_text(H200)
+    ps.use(str(card))
+    model = nn.GPT(vocab_size=64, context=2048, width=256, layers=1, heads=4)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+
+    @ps.jit
+    def step(tokens: ps.Tensor) -> ps.Tensor:
+        loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+        optimizer.backward(loss)
+        optimizer.step()
+        return loss
+
+    plan: MemoryPlan = ps.memory.plan(step, ps.asarray(np.zeros((16, 2049), np.int32)))
+    launches = plan.unlimited.launches
+    parts = sum(launch.product != "" for launch in launches)
+    assert sum(launch.operations == 0 for launch in launches) < parts // 4
+    # The plan for one budget has no more work than the next smaller of all budgets.
+    row = plan.budgets[len(plan.budgets) // 2]
+    unlimited, inside = plan.within(row.budget_bytes).budgets
+    assert unlimited == plan.unlimited
+    assert inside.budget_bytes <= row.budget_bytes
+    assert inside.extra_work <= row.extra_work
+    assert plan.fits(plan.least_bytes)
+    assert plan.within(plan.unlimited_bytes).budgets == (plan.unlimited,)
+
+
 @pytest.mark.slow("wgsl", "opencl")
 @pytest.mark.usefixtures("default")
 @pytest.mark.parametrize("language", ["cuda", "opencl", "wgsl"])

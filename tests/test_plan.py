@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.plan.arena import Plan, Value, plan
-from penstock.plan.order import Work, ordered
+from penstock.plan.order import Work, least_deferred, ordered
 
 UNIT = 256  # bytes
 graphs = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "benchmarks/planner_graphs.py")))
@@ -102,6 +102,26 @@ def test_no_two_live_values_share_a_byte(values: list[Value], alignment: int) ->
 )
 def test_graphs_are_planned_without_conflicts(values: list[Value]) -> None:
     check(values, UNIT, plan(values, UNIT))
+
+
+def test_early_steps_that_are_deferred_do_not_decide_between_orders() -> None:
+    """The greedy order has few large values at once, but begins with all that is small."""
+    steps = [Work((0,), (1,)), Work((0,), (2,)), Work((1,), (3,)), Work((2,), (4,))]
+    steps += [Work((1,), (5,)), Work((2,), (6,)), Work((3, 4), (7,)), Work((5, 6), (8,))]
+    steps += [Work((0,), (9 + at,)) for at in range(60)]
+    steps += [Work((8, 9 + at), (69 + at,)) for at in range(60)]
+    nbytes, kept = [1, 100, 100, *[10] * 4, 1, 1, *[5] * 60, *[1] * 60], frozenset({0, 7, 8, *range(69, 129)})
+
+    def both_at_once(order: list[int]) -> bool:
+        return max(order.index(0), order.index(1)) < min(
+            max(map(order.index, ends)) for ends in ((2, 4), (3, 5))
+        )
+
+    assert both_at_once(ordered(steps, nbytes, kept))
+    order = least_deferred(steps, nbytes, kept)
+    assert sorted(order) == list(range(len(steps)))
+    assert not both_at_once(order)
+    assert order.index(8) > order.index(7)
 
 
 def test_nothing_needs_nothing() -> None:

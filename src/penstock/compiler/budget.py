@@ -36,7 +36,7 @@ from penstock.fusion.views import base
 from penstock.graph.node import Node
 from penstock.kernels.source import ALIGNMENT
 from penstock.plan.arenas import least_bytes
-from penstock.plan.order import deferred, ordered
+from penstock.plan.order import least_deferred
 from penstock.plan.prefetching import prefetched
 from penstock.plan.recomputing import least_peak, sequels
 from penstock.plan.sequences import HOLD, OUT, Link, Run, Sequel, Task
@@ -48,6 +48,8 @@ _AHEAD = 1 / 8
 # Of what a sequence takes more than any can without moves: if a cheaper one takes less with moves, a search
 # without them has gone on for long enough.
 _BEHIND = 3 / 4
+_TAIL = 8  # sequences in which a search has to come nearer to a budget, by this share of what is missing:
+_HARDLY = 1 / 16
 _SHOWN = 4  # of the largest values, in a message
 _MARGIN = 1.3  # of a copy: kernels, which are priced by usual rates, may be faster, and would wait for it
 _LEVELS = 8  # of memory, between what is needed without a budget and the least
@@ -61,10 +63,9 @@ def fit(state: Compilation, target: Target) -> Compilation:
     budget = target.budget
     if budget is None or budget.held + taken_bytes(state, target) <= budget.limit:
         return state
-    ways, room = Ways(state, target), budget.limit - budget.held
-    for outline in ways.outlines():
-        if planned := _planned(outline, target, room):
-            return planned
+    ways = Ways(state, target)
+    if planned := ways.inside(budget.limit):
+        return planned
     raise _refusal(_smallest(state, ways.outlines(), target), target)
 
 
@@ -94,8 +95,7 @@ class Ways:
             )
             for step, group, written in zip(works.steps, state.groups, state.lowered, strict=True)
         ]
-        order = ordered(works.steps, works.nbytes, works.kept)
-        self._order = deferred(order, works.steps, works.nbytes, works.kept)
+        self._order = least_deferred(works.steps, works.nbytes, works.kept)
         self._results = counted_results(state, target)
         # NumPy on the host waits for the device, and with it for all copies.
         cost = None if None in state.lowered else target.link_cost()
@@ -108,18 +108,41 @@ class Ways:
         self._new = _new_state(state, target, works, fixed) - replaced if self._link else frozenset()
         self._front, self._soon = self._by_price(), self._sequels(self._link, at_any_price=True)
 
+    def inside(self, limit: int) -> Compilation | None:
+        """The first that takes no more than so many bytes."""
+        room = self._room(limit)
+        if taken_bytes(self._compilation, self._target) <= room:
+            return self._compilation
+        planned = (_planned(outline, self._target, room) for outline in self.outlines())
+        return next(filter(None, planned), None)
+
+    def _room(self, limit: int) -> int:
+        budget = self._target.budget
+        return limit - (budget.held if budget else 0)
+
     def fits(self, limit: int) -> bool:
         """Whether so many bytes will do. Less is planned than to name the plan for them."""
-        budget = self._target.budget
-        room = limit - (budget.held if budget else 0)
+        room = self._room(limit)
         if taken_bytes(self._compilation, self._target) <= room:
             return True
-        outlines = chain(self._at_any_price(), self.outlines())
-        return any(not outline.early and _planned(outline, self._target, room) for outline in outlines)
+        return any(self._some_fit(outlines, room) for outlines in (self._at_any_price(), self.outlines()))
+
+    def _some_fit(self, outlines: Iterator[_Outline], room: int) -> bool:
+        """Whether any fits; a search that hardly gets nearer any more is given up."""
+        lowest = list[int]()  # so far, after each
+        for outline in outlines:
+            if not outline.early and _planned(outline, self._target, room):
+                return True
+            lowest.append(min([outline.least, *lowest[-1:]]))
+            over = lowest[-1] - room
+            if len(lowest) > _TAIL and lowest[-1 - _TAIL] - lowest[-1] < over * _HARDLY:
+                return False
+        return False
 
     def least(self) -> int:
         """Bytes that will do, and mostly the fewest: sooner known than what each budget costs."""
-        smallest = _smallest(self._compilation, self._at_any_price(), self._target)
+        *_, last = self._at_any_price()
+        smallest = _smallest(self._compilation, [last], self._target)
         return taken_bytes(smallest, self._target)
 
     def frontier(self) -> list[Compilation]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -26,7 +26,7 @@ from penstock.graph.sums import join_sums
 from penstock.graph.unstack import unstack
 from penstock.graph.vectors import vectors_as_sums
 from penstock.kernels.horizontal_fusion import MOST_CALLS, kind
-from penstock.kernels.lower import fusible
+from penstock.kernels.lower import Lowering, fusible
 from penstock.plan.order import Work, ordered
 from penstock.plan.overlap import in_time, overlapped
 from penstock.plan.turns import Memory, in_turns
@@ -94,9 +94,12 @@ def limit_buffers(state: Compilation, target: Target) -> Compilation:
 
 
 def lower(state: Compilation, target: Target) -> Compilation:
-    """Lower each group to kernels."""
-    lower = target.apart or target.lower
-    return replace(state, lowered=[lower(group) for group in state.groups])
+    """Lower each group to kernels; those of repeated layers are alike."""
+    lower, known = target.apart or target.lower, dict[Hashable, Lowering | None]()
+    for group in state.groups:
+        if group.structure not in known:
+            known[group.structure] = lower(group)
+    return replace(state, lowered=[known[group.structure] for group in state.groups])
 
 
 def order(state: Compilation, target: Target) -> Compilation:

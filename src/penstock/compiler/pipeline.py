@@ -128,7 +128,12 @@ def budget_levels(
     def less() -> list[Level]:
         return [level_of(planned) for planned in ways().frontier()[1:]]
 
+    @_without_collector
+    def inside(nbytes: int) -> Level | None:
+        planned = ways().inside(nbytes)
+        return None if planned is None else level_of(planned)
+
     fits = _without_collector(lambda nbytes: ways().fits(nbytes))
     least = _without_collector(lambda: ways().least())
     largest = max((node.size for group in state.groups for node in group.nodes), default=0)
-    return Levels(partial(level_of, state), less, fits, least, largest)
+    return Levels(partial(level_of, state), less, inside, fits, least, largest)

@@ -40,6 +40,7 @@ class Levels:
 
     first: Callable[[], Level]  # a function, because candidates that only might fit are not asked
     less: Callable[[], Sequence[Level]]  # plans for budgets down to the smallest
+    inside: Callable[[int], Level | None]  # the plan for so many bytes
     fits: Callable[[int], bool]  # whether so many bytes will do: sooner known than the smallest
     least: Callable[[], int]  # bytes from the device that will do, and mostly the fewest: as soon known
     largest: int  # items of a value

@@ -101,6 +101,16 @@ class MemoryPlan:
         ]
         return tuple(budgets)
 
+    def within(self, limit_bytes: int) -> MemoryPlan:
+        """The same plan for one budget only, sooner known: its rows are that inside and that without any."""
+        levels = self._levels
+
+        def less() -> list[Level]:
+            inside = levels.inside(limit_bytes) or levels.inside(limit_bytes + self._idle)
+            return [inside] if inside and inside.taken_bytes < self._first.taken_bytes else []
+
+        return replace(self, _levels=replace(levels, first=lambda: self._first, less=less))
+
     @property
     def unlimited_bytes(self) -> int:
         """What is taken without a budget."""

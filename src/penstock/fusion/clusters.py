@@ -98,21 +98,27 @@ class Clustering:
                     self._consumers[parent].append(node)
         self.wanted = {base(node) for node in wanted if node.value is None}
         self.required = {*self.wanted}  # stored in any case
+        products = [node for node in order if node.primitive.multiplies_matrices]
         for node in order:
-            self.required.update(read for read in self._read_whole(node) if read.value is None)
+            if not node.primitive.multiplies_matrices or self._stands_alone(node):
+                self._require(node)
             if self._stands_alone(node):
                 self.required.add(node)
+        for node in products:  # which may read through views of what is stored in any case
+            self._require(node)
         self._copied = set(self._read_across())
         self.required |= self._copied
-        for node in order:
-            # Once more, now that it is known which views are stored.
-            if node.primitive.multiplies_matrices:
-                self.required.update(read for read in self._read_whole(node) if read.value is None)
+        for node in products:  # once more, now that it is known which views are stored
+            self._require(node)
         self.for_columns = self._only_for_columns()  # computed by the column reductions that need them
         for node in order:
             self._assign(node)
 
     # Which values have to be stored
+
+    def _require(self, node: Node) -> None:
+        """Store what a node needs in memory."""
+        self.required.update(read for read in self._read_whole(node) if read.value is None)
 
     def _read_whole(self, node: Node) -> Iterator[Node]:
         """The values that a node needs in memory; views that it cannot read through are stored."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from penstock.graph.node import Kind, Node, Shape
 from penstock.graph.panels import PANELS
 from penstock.graph.reducing import EXPAND
 from penstock.graph.shaping import PERMUTE, SLICE
+from penstock.lru import LRU
 
 
 def below_views(node: Node) -> Node:
@@ -70,6 +71,8 @@ class Digits:
 _Pieces = dict[
     str, list[tuple[str, int]]
 ]  # names and lengths of the variables that a variable was split into
+
+_KNOWN = LRU[Hashable, "tuple[Index, bool] | SplitNeeded"](1 << 12)
 
 
 def operand_index(operand: Node, stored: Container[Node]) -> tuple[Node, Index] | None:
@@ -151,6 +154,38 @@ def _steps(parts: list[tuple[str, int]], index: Index) -> int | Digits:
 
 
 def _looked_at(operand: Node, stored: Container[Node], pieces: _Pieces) -> tuple[Node, Index] | None:
+    node, views = operand, list[Node]()
+    while node.primitive.kind is Kind.VIEW and node.value is None and node not in stored:
+        source = base(node)
+        if source is not node and (not source.primitive.is_free or source in stored):
+            index, _ = _index_below(views, node.shape, pieces)
+            return source, index
+        views.append(node)
+        node = node.inputs[0]
+    index, affine = _index_below(views, node.shape, pieces)
+    if not affine or (node.primitive.is_free and node.value is None and node not in stored):
+        return None
+    return node, index
+
+
+def _index_below(views: list[Node], shape: Shape, pieces: _Pieces) -> tuple[Index, bool]:
+    """The index in a value of this shape, below views, and whether it is affine.
+
+    It is known from the parts and layers before: they have the same views of other values.
+    """
+    looks = [
+        (view.primitive.name, view.shape, view.inputs[0].shape, *view.attributes.values()) for view in views
+    ]
+    key = shape, tuple(looks), tuple((name, *parts) for name, parts in pieces.items())
+    known = _KNOWN.use(key)
+    if known is None:
+        known = _KNOWN[key] = _computed(views, shape, pieces)
+    if isinstance(known, SplitNeeded):
+        raise SplitNeeded(known.name, known.inner)
+    return known
+
+
+def _computed(views: list[Node], shape: Shape, pieces: _Pieces) -> tuple[Index, bool] | SplitNeeded:
     variables = Variables({name: length for parts in pieces.values() for name, length in parts})
     coords: Coords = tuple(
         flat(
@@ -159,16 +194,12 @@ def _looked_at(operand: Node, stored: Container[Node], pieces: _Pieces) -> tuple
         )
         for parts in pieces.values()
     )
-    node = operand
-    while node.primitive.kind is Kind.VIEW and node.value is None and node not in stored:
-        source = base(node)
-        if source is not node and (not source.primitive.is_free or source in stored):
-            return source, flat(coords, node.shape)
-        coords = source_coords(node, coords, variables)
-        node = node.inputs[0]
-    if variables.computed or (node.primitive.is_free and node.value is None and node not in stored):
-        return None
-    return node, flat(coords, node.shape)
+    try:
+        for view in views:
+            coords = source_coords(view, coords, variables)
+    except SplitNeeded as needed:
+        return SplitNeeded(needed.name, needed.inner)
+    return flat(coords, shape), not variables.computed
 
 
 def rows_index(operand: Node, stored: Container[Node]) -> tuple[Node, Index] | None:

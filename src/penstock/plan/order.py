@@ -25,9 +25,18 @@ def ordered(steps: Sequence[Work], nbytes: Sequence[int], kept: frozenset[int]) 
     step that replaces a value comes after all other readers of that value if possible: otherwise its result
     cannot take over the memory, and needs memory of its own.
     """
-    # Sums of gradients begin with the last part, so among equal steps the later may be better.
-    orders = [list(range(len(steps))), *(_greedy(steps, nbytes, kept, turn) for turn in (1, -1))]
+    return min(_orders(steps, nbytes, kept), key=lambda order: _peak(order, steps, nbytes, kept))
+
+
+def least_deferred(steps: Sequence[Work], nbytes: Sequence[int], kept: frozenset[int]) -> list[int]:
+    """The order that needs the least memory once steps are `deferred`; see `ordered`."""
+    orders = (deferred(order, steps, nbytes, kept) for order in _orders(steps, nbytes, kept))
     return min(orders, key=lambda order: _peak(order, steps, nbytes, kept))
+
+
+def _orders(steps: Sequence[Work], nbytes: Sequence[int], kept: frozenset[int]) -> list[list[int]]:
+    # Sums of gradients begin with the last part, so among equal steps the later may be better.
+    return [list(range(len(steps))), *(_greedy(steps, nbytes, kept, turn) for turn in (1, -1))]
 
 
 def deferred(

@@ -80,9 +80,10 @@ def plan_ranks(config: Config, ranks: int, link: str) -> Scaling:
 def largest_fit(
     config: Config, limit_bytes: int, what: Fitted, report: Callable[[int, bool], None]
 ) -> tuple[Config, MemoryPlan]:
-    """The configuration with the largest batch or context that fits a budget, up to an eighth, with its plan.
+    """The configuration with the largest batch or context that fits, up to an eighth, with its plan.
 
-    `report` gets every size that is tried, and whether it fits. Raises SettingError where not even 1 fits.
+    The plan is for this budget only. `report` gets every size that is tried, and whether it fits. Raises
+    SettingError where not even 1 fits.
     """
     step = _step_of(config) if what == "batch" else None  # the same for all batches
     given = config.data.batch if what == "batch" else config.model.context
@@ -96,13 +97,21 @@ def largest_fit(
         plan = _planned(step or _step_of(candidate), candidate)
         fits = plan.fits(limit_bytes)
         report(size, fits)
-        bounds.note(size, fits, partial(getattr, plan, "least_bytes"), plan.growth)
+        bounds.note(size, fits, partial(getattr, plan, "least_bytes"), _growth(plan, what))
         if fits:
-            largest = candidate, plan
+            largest = candidate, plan.within(limit_bytes)
     if largest is None:
         limit = format_bytes(limit_bytes)
         raise SettingError(f"not even a {what} of 1 fits into {limit}; use a smaller model")
     return largest
+
+
+def _growth(plan: MemoryPlan, what: Fitted) -> float:
+    """From how many times a size on it takes far more, as values have too many items for fused kernels."""
+    if what == "batch" or plan.growth < 1:
+        return plan.growth
+    # The scores of attention in parts grow with the power 3/2 of the context, a little by leaps.
+    return max(_NEARLY * math.cbrt(plan.growth**2), 1.0)
 
 
 class _Bounds:
