@@ -232,7 +232,9 @@ def test_a_state_is_one_copy_for_each_kind(device: Device, monkeypatch: pytest.M
     download = Device.download
     monkeypatch.setattr(Device, "download", lambda *args: copies.append(args[1].nbytes) or download(*args))
     state = training.optimizer.state_dict()
-    assert len(copies) == 2 + 2, "means, squares, and two powers"
+    powers = copies.count(4)  # where the host sees memory, they are read in place
+    assert powers in (0, 2)
+    assert len(copies) - powers == 2, "means and squares"
     again = Training(device, MAKERS["adam"])
     again.optimizer.load_state_dict(state)
     for name, array in again.optimizer.state_dict().items():

@@ -134,6 +134,7 @@ def test_a_small_kernel_does_not_write_what_others_read(device: Device, runs: li
         large = compute(state)
         step()  # writes over what `large` is still computed from
         np.testing.assert_array_equal(large.numpy(), np.full((256, 1), value + 1.0))
+        device.sync()  # the first step ends later than `large`
         step()
         np.testing.assert_array_equal(state.numpy(), np.full((256, 1), value + 2.0))
     assert runs

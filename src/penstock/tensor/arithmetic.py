@@ -184,10 +184,7 @@ def _recording(name: str, apply: Callable[[Node, Node], Node], kinds: str) -> tu
             if first.dtype.kind in kinds:
                 if not gradient and _may_repeat(first) and _may_repeat(second):
                     if first.like is not NUMBER and second.like is not NUMBER:
-                        if first is not second:
-                            return composed(x1, x2)
-                        kind = general, "twice", first.shape, first.dtype.name
-                        return like_before(kind, (first, second), device, apply)
+                        return composed(x1, x2)
                     note_number(general, apply(first, second), device, x1, x2)
                 node = apply(first, second)
                 if not gradient or (node.dtype.kind == "f" and recording()):

@@ -43,9 +43,9 @@ def again(function: Callable[..., Tensor], x: Tensor, y: Tensor | None = None) -
         nodes: tuple[Node, ...] = (node,)
     else:
         other = y._actual_node
-        if y._actual_requires_grad or other.tracked or y.device is not device or node is other:
+        if y._actual_requires_grad or other.tracked or y.device is not device:
             return None
-        is_computed = is_computed and other.value is not None
+        is_computed = is_computed and other.value is not None and other is not node
         kind = (function, node.shape, node.dtype.name, other.shape, other.dtype.name)
         like = device.subgraphs.get(kind)
         nodes = (node, other)
