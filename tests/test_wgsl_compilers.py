@@ -45,6 +45,8 @@ def test_sums_and_differences_are_not_folded(real: Device, dtype: str) -> None:
         lambda x, y: 1.5 - (1.5 + x),
         lambda x, y: x + y,
         lambda x, y: (x + y) < x,
+        lambda x, y: (x > x) * y,
+        lambda x, y: (x < x) * y - y,
     ]
     for number, formula in enumerate(formulas):
         result = formula(x, y).numpy().astype(np.float32)
@@ -97,6 +99,11 @@ def test_whole_numbers_that_were_widened(real: Device, narrow: str, wide: str) -
     for name in ("abs", "sign", "negative"):
         np.testing.assert_array_equal(getattr(ps, name)(x).numpy(), getattr(np, name)(a.astype(wide)), name)
     np.testing.assert_array_equal((x < 0).numpy(), a.astype(wide) < 0)
+    zero, one = (ps.astype(x != x, getattr(ps, wide)), ps.astype(x == x, getattr(ps, wide)))
+    for name in ("less", "less_equal", "greater", "greater_equal", "equal"):
+        for constant, number in ((zero, 0), (one, 1)):
+            expected = getattr(np, name)(a.astype(wide), number)
+            np.testing.assert_array_equal(getattr(ps, name)(x, constant).numpy(), expected, name)
     np.testing.assert_array_equal(
         (x >> 63 if wide == "int64" else x >> 31).numpy(), (a.astype(wide) < 0) * -1
     )

@@ -37,6 +37,9 @@ fn next_after(x: f32, y: f32) -> f32 {
 
 fn long_bits(low: u32, high: u32) -> u64 { return u64(low) | (u64(high) << 32u); }
 
+// Not `i64(x)`: Mesa 22 takes that to be never less than a constant.
+fn widened(x: i32) -> i64 { return bitcast<i64>(long_bits(bitcast<u32>(x), bitcast<u32>(x >> 31u))); }
+
 fn index_of(low: u32, high: u32, length: u32) -> i32 {
     return select(-1, i32(low), high == 0u && low < length);
 }

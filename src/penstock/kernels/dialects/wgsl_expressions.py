@@ -56,6 +56,7 @@ _FLOAT = {
     "round_bfloat16": "round_bfloat({0})",
     "round_float16": "round_half({0})",
 }
+_NEVER_OF_ITSELF = ("less", "greater", "not_equal")
 # Operations that may leave the range of a small dtype.
 _WRAPPING_BITS = ("bitwise_invert", "bitwise_left_shift")
 _WRAPPING = ("add", "subtract", "multiply", "negative", "floor_divide", "remainder", *_WRAPPING_BITS)
@@ -124,6 +125,9 @@ def expression(operation: str, result: str, of: str, inputs: Sequence[str]) -> s
     pattern = _PATTERNS[_TYPES[of][0]].get(operation)
     if pattern is None:
         return None
+    if operation in _NEVER_OF_ITSELF and inputs[0] == inputs[1] and (operation, of[0]) != ("not_equal", "f"):
+        # As nobody knows: a compiler that does takes what is multiplied with it for 0, NaN or not.
+        return "(ZERO != 0u)"
     bits = 8 * np.dtype(of).itemsize
     wide = bits == 64
     text = pattern.format(
@@ -185,9 +189,10 @@ def _moved(target: str, source: str, value: str) -> str:
         return f"bitcast<{target}>({value})"
     if target[1:] == "32":
         return f"{target}({value})"
-    # Naga extends by the sign of the target type, not of the source.
-    wide = f"{source[0]}64({value})"
-    return wide if source[0] == target[0] else f"bitcast<{target}>({wide})"
+    if source[0] == "u":  # naga extends by the sign of the target type, not of the source
+        return f"u64({value})" if target[0] == "u" else f"bitcast<i64>(u64({value}))"
+    wide = f"widened({value})"
+    return wide if target[0] == "i" else f"bitcast<u64>({wide})"
 
 
 def _cut(dtype: str, value: str) -> str:

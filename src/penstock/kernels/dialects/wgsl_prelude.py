@@ -44,8 +44,7 @@ fn remainder_{T}(a: {T}, b: {T}) -> {T} {
     return a % b;
 }
 """
-# Not `x < 0` in 64 bits: Mesa 22 assumes that a widened integer is never less than a constant.
-_BELOW = {"i32": "x < 0i", "i64": "u32(bitcast<u64>(x) >> 63u) == 1u", "u32": "", "u64": ""}
+_BELOW = {"i32": "x < 0i", "i64": "x < 0li", "u32": "", "u64": ""}
 _OF_TYPES = [
     (_SIGNED if type[0] == "i" else _UNSIGNED)
     .replace("{T}", type)

@@ -118,10 +118,7 @@ class WgslPrinter(Printer):
         kind = wgsl.type_name(dtype)
         if kind[0] == "u":
             return f"select(i32({value}), {last}, {value} > {self._typed(expr.last, kind)})"
-        # Compared as unsigned: Mesa's software Vulkan takes `i64(x) > 15li` for true, whatever `x` is.
-        wide = {"i32": "u32", "i64": "u64"}[kind]
-        outside = f"bitcast<{wide}>({value}) > {self._typed(expr.last, wide)}"
-        return f"select(i32({value}), select({last}, 0, {value} < {wgsl.number(dtype, 0)}), {outside})"
+        return f"i32(clamp({value}, {wgsl.number(dtype, 0)}, {self._typed(expr.last, kind)}))"
 
     def _typed(self, expr: ir.Expr, kind: str) -> str:
         """An integer converted to a type of WGSL."""
