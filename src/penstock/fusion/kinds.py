@@ -35,11 +35,11 @@ class GroupKind(StrEnum):
         return self.has_loops and not self.keeps_items
 
     # Elementwise work.
-    MAP = "map", "fuses", "has_loops", "keeps_items", "is_map"
+    MAP = "map", "fuses", "has_loops", "keeps_items", "is_map", "has_varied_kernel"
     # Elementwise work and reductions over the trailing axes, row by row.
-    ROW = "row", "fuses", "has_loops", "keeps_items"
+    ROW = "row", "fuses", "has_loops", "keeps_items", "has_varied_kernel"
     # Reductions over other axes, and what is computed from their results.
-    COLUMN = "column", "fuses", "has_loops"
+    COLUMN = "column", "fuses", "has_loops", "has_varied_kernel"
     # A matrix product with its epilogue.
     MATMUL = "matmul", "fuses", "keeps_items", "has_varied_kernel"
     # The outputs of a kernel of attention.

@@ -136,13 +136,15 @@ def write(
         return _host(group, _name(group, ending))
     if group.kind is GroupKind.MATMUL:
         return _matmul(group, capabilities, ending, varied, shared)
-    return _LOWERINGS[group.kind](group, capabilities, ending, shared)
+    if group.kind in LOOPS:
+        return _loops(group, capabilities, ending, varied, shared)
+    return _LOWERINGS[group.kind](group, capabilities, ending)
 
 
-def _loops(group: Group, capabilities: Capabilities, ending: str, shared: bool) -> Lowering:
+def _loops(group: Group, capabilities: Capabilities, ending: str, varied: bool, shared: bool) -> Lowering:
     if shared and (copy := strided_copy(group, capabilities, f"copy_{ending}")) is not None:
         return copy
-    lowered = lower(group, capabilities, shared)
+    lowered = lower(group, capabilities, varied, shared)
     source = dialect_of(capabilities).render(lowered.kernel, _name(group, ending))
     return replace(one_launch(source, lowered.may_alias), order=lowered.order)
 
@@ -158,17 +160,16 @@ def _matmul(group: Group, capabilities: Capabilities, ending: str, varied: bool,
     return matmul_group(group, product, capabilities, _name(group, ending), varied, shared)
 
 
-def _template(group: Group, capabilities: Capabilities, ending: str, shared: bool) -> Lowering | None:
+def _template(group: Group, capabilities: Capabilities, ending: str) -> Lowering | None:
     lowering = template_launches(group.nodes[0], capabilities)
     return None if lowering is None else lowering.named(ending)
 
 
-_LOWERINGS: dict[GroupKind, Callable[[Group, Capabilities, str, bool], Lowering | None]] = {
-    **dict.fromkeys(LOOPS, _loops),
-    GroupKind.CONVOLUTION: lambda group, can, ending, shared: convolution_kernels(group, can, ending),
-    GroupKind.ATTENTION: lambda group, can, ending, shared: attention_kernels(group, ending),
-    GroupKind.PAGED: lambda group, can, ending, shared: paged_group(group, can).named(ending),
-    GroupKind.RAW: lambda group, can, ending, shared: one_launch(raw_source(group, can, ending)),
+_LOWERINGS: dict[GroupKind, Callable[[Group, Capabilities, str], Lowering | None]] = {
+    GroupKind.CONVOLUTION: convolution_kernels,
+    GroupKind.ATTENTION: lambda group, can, ending: attention_kernels(group, ending),
+    GroupKind.PAGED: lambda group, can, ending: paged_group(group, can).named(ending),
+    GroupKind.RAW: lambda group, can, ending: one_launch(raw_source(group, can, ending)),
     GroupKind.SINGLE: _template,
 }
 

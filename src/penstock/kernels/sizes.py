@@ -3,8 +3,9 @@
 A kernel is built for a shape, with its sizes, strides and offsets as constants of the IR, which a compiler
 can optimise. Kernels that differ in such integers only are a family. The first shapes of a group of
 operations get kernels of their own. For later shapes, the integers in which the kernels of a family differ
-become arguments, and no compiler is called. The order of operations does not change, so the results have the
-same bits.
+become arguments, and no compiler is called. On a CPU, small kernels for later shapes have the loops that any
+length needs, or lengths with different remainders would have different kernels. The order of operations does
+not change, so the results have the same bits.
 
 The families of single operations, which programs share, are kept on disk: the next process has their
 arguments from there, and so the kernels that were compiled before.

@@ -146,7 +146,7 @@ class ColumnLoops(LoopNest):
         # A single loop over all reduced variables, so that the order of sums depends on their length only.
         around = self.joined(self._reduced)
         trips, place = self.count(around), self.unpack("part", around, 1)
-        together = 1 if trips % _TOGETHER else _TOGETHER
+        together = 1 if trips % _TOGETHER or self.any_length else _TOGETHER
         body = self._each_column(lambda: self._add(place, together))
         loop = ir.loop("parts", 0, trips, body, step=together, trips=trips // together)
         if any(is_inexact(node.primitive.name, computed_dtype(node)) for node in self._reductions):

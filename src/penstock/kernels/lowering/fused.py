@@ -21,6 +21,7 @@ from penstock.kernels.source import item_size
 _ITEM = 4  # bytes of an item, of which a CPU's vector register holds `vector_width`
 _ACCESS = 16  # bytes that a thread of a GPU reads or writes at once
 _WORD = 4  # the same in WGSL
+_FEW_ITEMS = 1 << 14  # that a CPU computes in about the time of a launch
 _MOST_BORDERS = 8  # that divide the loop of a CPU's kernel: its code is written out between each two
 _BUSY = 512  # threads per compute unit of a GPU; with fewer, it idles while it waits for memory
 _FEW_OUTPUTS = 4  # of a group whose results stay in registers until all are computed
@@ -31,9 +32,15 @@ LOOPS: dict[GroupKind, type[LoopNest]] = {
 }
 
 
-def lower(group: Group, capabilities: Capabilities, shared: bool = False) -> Lowered:
-    """The kernel of a group that has loops; `shared`: of a single operation, one of few for all sizes."""
+def lower(group: Group, capabilities: Capabilities, varied: bool = False, shared: bool = False) -> Lowered:
+    """The kernel of a group that has loops, for the shape that it has.
+
+    `varied`: with others of its size in mind, if it takes so little time that a compiler's is more.
+    `shared`: of a single operation, one of few for all sizes.
+    """
     gpu = capabilities.vector_width == 1
+    largest = max(node.size for node in (*group.outputs, *group.inputs))
+    any_length = varied and not gpu and not shared and largest <= _FEW_ITEMS
     shared = shared and gpu  # on a CPU, all kernels are alike
     order: tuple[int, ...] = next(
         (node.attributes["order"] for node in group.nodes if "order" in node.attributes), ()
@@ -50,7 +57,7 @@ def lower(group: Group, capabilities: Capabilities, shared: bool = False) -> Low
         try:
             if trial is None:
                 trial = loops(group, capabilities, 1, splits, [])
-                trial.shared, trial.order = shared, order
+                trial.shared, trial.order, trial.any_length = shared, order, any_length
                 lowered = trial.build()
                 merges = trial.merges()
             if group.kind.is_map and (lanes == 1 or not word_access) and not shared:
@@ -63,6 +70,7 @@ def lower(group: Group, capabilities: Capabilities, shared: bool = False) -> Low
                 return lowered  # it would be the same again
             nest = loops(group, capabilities, lanes, splits, merges)
             nest.borders, nest.shared, nest.order, nest.turns = borders, shared, order, turns
+            nest.any_length = any_length
             return nest.build()
         except BorderCrossed as crossed:
             known = len(borders)

@@ -59,6 +59,7 @@ class LoopNest:
         self.local_bytes = min(capabilities.local_bytes, _KEPT_BYTES)
         self.lanes = lanes
         self.turns = 1  # of a GPU's thread of a map: items, or vectors of neighbours, that it computes
+        self.any_length = False  # whether a CPU's kernel has the loops that other lengths need, too
         self.streams = False  # whether a CPU writes whole vectors past its caches
         self.borders: Set[tuple[str, int]] = set()  # of variables, which vectors must not cross
         self.shared = False  # whether a GPU's kernel should be one of few, for all sizes
@@ -171,7 +172,8 @@ class LoopNest:
 
     def fitting_lanes(self, length: int) -> int:
         """The widest vectors worth it along an axis: an item after the last may take as long as one."""
-        if self.lanes <= LANES or length % self.lanes == 0 or length >= _MANY_ITEMS:
+        divides = length % self.lanes == 0 and not self.any_length
+        if self.lanes <= LANES or divides or length >= _MANY_ITEMS:
             return self.lanes
         return LANES
 
@@ -184,7 +186,7 @@ class LoopNest:
         self, name: str, first: ir.Operand, last: ir.Operand, exact: bool, body: Callable[[], None]
     ) -> list[ir.For]:
         """A loop over vectors of neighbouring items, and unless it is `exact`, a loop over the remainder."""
-        emitter, lanes = self.emitter, self.lanes
+        emitter, lanes, exact = self.emitter, self.lanes, exact and not self.any_length
         emitter.depth_of[name] = 1
         result: list[ir.For] = []
         trips = last if isinstance(last, int) else 1

@@ -77,10 +77,13 @@ class Partials:
         body: Callable[[], None],
         before: Sequence[ir.Statement] = (),
         lane_steps: Mapping[str, ir.Steps] | None = None,
+        *,
+        any_length: bool = False,
     ) -> list[ir.For]:
         """The loops of a CPU over a row, with the variable `name`.
 
         `before` computes other variables from it, which then differ between the lanes of a vector.
+        `any_length`: all loops that rows have, even those that this row does not need. They add nothing.
         """
         emitter = self._emitter
         emitter.depth_of[name] = 1
@@ -91,24 +94,24 @@ class Partials:
             body()
             return [*before, *emitter.leave()]
 
-        strip = _STRIP if length >= _LONG else LANES
-        strips, vectors = length // strip * strip, length // LANES * LANES
+        strip = _STRIP if length >= _LONG or any_length else LANES
+        strips, vectors = length // strip * strip if length >= _LONG else 0, length // LANES * LANES
         result: list[ir.For] = []
         start = 0
-        if strip > lanes and strips:
+        if strip > lanes and (strips or any_length):
             chain, turns = ir.Var("chain"), strip // lanes
             statements = inside(_Loop("strips", strip, chain * lanes), lanes)
             place = ir.Let(name, ir.Var("strip") + chain * lanes)
             # Unrolled, so that the partial results are in registers.
             inner = ir.loop("chain", 0, turns, [place, *statements], unrolled=turns if lanes > 1 else 0)
-            result.append(ir.loop("strip", 0, strips, [inner], step=strip, trips=length // strip))
+            result.append(ir.loop("strip", 0, strips, [inner], step=strip, trips=strips // strip))
             start = strips
         # Even if it has no iteration, so that many lengths share few kernels.
-        if start < vectors or (strip == _STRIP and length % strip):
+        if start < vectors or any_length or (strip == _STRIP and length % strip):
             loop = _Loop("vectors") if lanes > 1 else _Loop("vectors", LANES, ir.Var(name) % LANES)
             lanes, trips = min(lanes, LANES), (vectors - start) // LANES
             result.append(ir.loop(name, start, vectors, inside(loop, lanes), step=lanes, trips=trips))
-        if length % LANES:
+        if length % LANES or any_length:
             statements = inside(_Loop("items"), 1)
             result.append(ir.loop(name, vectors, length, statements, trips=length % LANES))
         self._loop = _Loop()

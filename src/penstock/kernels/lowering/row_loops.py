@@ -398,7 +398,7 @@ class RowLoops(VectorsOfRows):
         if around and any(depends_on_order(node.primitive.name, computed_dtype(node)) for node in reductions):
             return self._flat_loops(body, partials)
         if reductions:
-            parts = partials.loops(last, length, self.lanes, body)
+            parts = partials.loops(last, length, self.lanes, body, any_length=self.any_length)
         else:
             self.check_lanes(length)
             parts = self.vector_loops(last, 0, length, length % self.lanes == 0, body)
