@@ -35,6 +35,7 @@ except ImportError:
     torch = None
 
 Expression = Callable[..., Any]
+_GENERATOR = np.random.default_rng(0)
 ROWS, COLUMNS = 4096, 1024
 GPT_LAYERS, MLP_LAYERS = 130, 1110  # as many as make 10,000 values
 GPT_SHAPES = [(2048, 384, 384), (2048, 1536, 384), (2048, 384, 1536), (512, 16000, 384), (2048, 512, 128)]
@@ -113,6 +114,24 @@ def layer_norm_backward(xp: Any, x: Any, weight: Any, bias: Any) -> Any:
         return ps.sum(y * y)
 
     return ps.grad(loss, (0, 1, 2))(x, weight, bias)
+
+
+def uniform(xp: Any) -> Any:
+    if xp is np:
+        return _GENERATOR.random((ROWS, COLUMNS), np.float32)
+    return xp.rand(ROWS, COLUMNS)
+
+
+def normal(xp: Any) -> Any:
+    if xp is np:
+        return _GENERATOR.standard_normal((ROWS, COLUMNS), np.float32)
+    return xp.randn(ROWS, COLUMNS)
+
+
+def dropout(xp: Any, x: Any) -> Any:
+    if xp is np:
+        return np.where(_GENERATOR.random(x.shape, np.float32) < 0.9, x / np.float32(0.9), np.float32(0))
+    return xp.nn.functional.dropout(x, 0.1, True)
 
 
 def matmul(xp: Any, x: Any, y: Any) -> Any:
@@ -243,6 +262,9 @@ def main() -> None:
     sides.compare(f"layer norm and backward, {size}", layer_norm_backward, x, weight, bias)
     sides.compare(f"cross-entropy, {size}", cross_entropy, x, target)
     sides.compare(f"cross-entropy and backward, {size}", cross_entropy_backward, x, target)
+    sides.compare(f"uniform numbers, {size}", uniform, compiled=False)
+    sides.compare(f"normal numbers, {size}", normal, compiled=False)
+    sides.compare(f"dropout, {size}", dropout, x, compiled=False)
     for n in (64, 128, 256, 512, 1024, 2048):
         sides.compare(
             f"matmul of {n}",

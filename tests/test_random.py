@@ -139,6 +139,18 @@ __kernel void known(__global uint *out, __global const uint *in) {
     device.close()
 
 
+@settings(max_examples=20, deadline=None)
+@given(state=STATES, shape=st.lists(st.integers(1, 40), min_size=1, max_size=2), step=st.integers(1, 3))
+def test_kernels_draw_the_same_words_through_views(state: list[int], shape: list[int], step: int) -> None:
+    words = random_bits(ps.asarray(np.array(state, np.uint32))._node, tuple(shape))
+    drawn = ps.Tensor(words, ps.default_device())
+    expected = meaning(state, tuple(shape))
+    np.testing.assert_array_equal(drawn[..., step - 1 :: step].numpy(), expected[..., step - 1 :: step])
+    np.testing.assert_array_equal(
+        (ps.permute_dims(drawn, tuple(range(len(shape)))[::-1]) ^ 1).numpy(), expected.T ^ 1
+    )
+
+
 # The numbers made of the bits
 
 

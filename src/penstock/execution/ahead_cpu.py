@@ -75,7 +75,7 @@ _SUMS, _MATRICES = (
     (ROWS, ROW_COUNTS, _LONG, _LONG_COUNTS, _COLUMNS, _WIDE),
     (PRODUCTS, _BATCHED, _LONG_SUMS, _DOTS, _SQUARES, _CONVOLVED),
 )
-LIST = _SUMS, _MATRICES, _CUBES, _IMAGES, _SORTED, 2  # counts what else changed
+LIST = _SUMS, _MATRICES, _CUBES, _IMAGES, _SORTED, 3  # counts what else changed
 
 
 def cpu_operations() -> Iterator[Sequence[Node]]:

@@ -109,6 +109,14 @@ class VectorPrinter(CPrinter):
         offsets = ", ".join(map(str, ir.lane_offsets(expr.step, expr.type.width)))
         return f"{whole} + ({c_type(expr.type)})({offsets})"
 
+    def philox(self, expr: ir.Random, index: str) -> str:
+        width = expr.type.width
+        if width == 1:
+            return super().philox(expr, index)
+        state = ", ".join(map(self.expr, expr.state))
+        offsets = ", ".join(map(str, ir.lane_offsets(expr.step, width)))
+        return f"philox_{width}({state}, (int{width})({index}) + (int{width})({offsets}))"
+
     def load(self, expr: ir.Load, index: str) -> str:
         width = expr.type.width
         if width == 1:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from penstock.drivers.driver import KERNEL_COUNTERS
 from penstock.kernels.dialects.c_dialect import CDialect
+from penstock.kernels.dialects.philox import philox_of_vectors
 from penstock.kernels.dialects.thread_prelude import TANH, THREAD_NAMES, THREAD_WORDS
 from penstock.kernels.ir import FIRST_TASK
 from penstock.kernels.source import C_TYPES, KernelSource
@@ -288,6 +289,8 @@ class OpenCL(CDialect):
     optional_preludes: Mapping[str, str] = {
         **_in_vectors_of(8),
         **_in_vectors_of(16),
+        **philox_of_vectors(8),
+        **philox_of_vectors(16),
         **dict.fromkeys(("larger_", "smaller_"), _EXTREMES),
         **{f"{name}_{width}(": _ANGLES for name in ("sin", "cos", "tan") for width in (8, 16)},
         "COUNTERS": _TASKS,

@@ -290,7 +290,7 @@ class Emitter:
 
     def _random(self, node: Node, coords: Coords) -> Value:
         number, depth, step = self.index(flat(coords, node.shape))
-        if not isinstance(step, int) or (step and self.vectors):
+        if not isinstance(step, int):
             raise LanesImpossible
         words = [self.value(node.inputs[0], (Index((), word),)) for word in range(4)]
         kind, state = ir.Type("uint32", self.lanes if step else 1), tuple(word.var for word in words)
