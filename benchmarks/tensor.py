@@ -116,6 +116,17 @@ def layer_norm_backward(xp: Any, x: Any, weight: Any, bias: Any) -> Any:
     return ps.grad(loss, (0, 1, 2))(x, weight, bias)
 
 
+def squared_error_backward(xp: Any, x: Any, y: Any) -> Any:
+    """The gradient of the mean of squares."""
+    if xp is torch:
+        inputs = x.detach().requires_grad_()
+        ((inputs - y) ** 2).mean().backward()
+        return inputs.grad
+    if xp is np:
+        return (x - y) * np.float32(2 / x.size)
+    return ps.grad(lambda x: ((x - y) ** 2).mean())(x)
+
+
 def uniform(xp: Any) -> Any:
     if xp is np:
         return _GENERATOR.random((ROWS, COLUMNS), np.float32)
@@ -262,6 +273,7 @@ def main() -> None:
     sides.compare(f"layer norm and backward, {size}", layer_norm_backward, x, weight, bias)
     sides.compare(f"cross-entropy, {size}", cross_entropy, x, target)
     sides.compare(f"cross-entropy and backward, {size}", cross_entropy_backward, x, target)
+    sides.compare(f"gradient of (x - y) ** 2, {size}", squared_error_backward, x, draw(x.shape, np.float32))
     sides.compare(f"uniform numbers, {size}", uniform, compiled=False)
     sides.compare(f"normal numbers, {size}", normal, compiled=False)
     sides.compare(f"dropout, {size}", dropout, x, compiled=False)

@@ -147,6 +147,21 @@ def test_the_mean_of_nothing_is_undefined(on: Device) -> None:
     assert np.all(np.isnan(ps.mean(ps.zeros((2, 0), device=on), axis=1).numpy()))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int32", "uint8"])
+def test_squares_and_cubes_are_products(on: Device, dtype: str) -> None:
+    x = ps.asarray(np.array([0, 1, 3, 11, 250, -7]).astype(dtype), device=on)
+    for exponent, expected in ((2, x * x), (3, x * x * x)):
+        changed = x.clone()
+        changed **= exponent
+        for result in (x**exponent, ps.pow(x, exponent), x.pow(exponent), changed):
+            assert result.dtype == x.dtype
+            assert result.numpy().tobytes() == expected.numpy().tobytes()
+    assert "pow" not in ps.explain(x**2 + x**3)
+    assert (x**2.0).dtype == (x.dtype if dtype.startswith("float") else ps.float32)
+    large = ps.ones((300, 300), dtype=x.dtype, device=on)
+    assert "pow" in ps.explain(large**4)
+
+
 def test_masks(on: Device) -> None:
     a = np.arange(12.0).reshape(3, 4)
     (x,) = tensors(on, a)

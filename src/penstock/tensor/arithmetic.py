@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from penstock.tensor.composite import composite
 from penstock.tensor.core import Tensor, install, record, scalar
 from penstock.tensor.examples import with_example
 from penstock.tensor.operands import (
+    FITS,
     OPERANDS,
     alike,
     as_number,
@@ -206,6 +208,19 @@ def _recording(name: str, apply: Callable[[Node, Node], Node], kinds: str) -> tu
     return general, new
 
 
+def _or_product(power: _Record) -> _Record:
+    """A power, but squares and cubes are products: they take a tenth of the time, as do their gradients."""
+
+    @wraps(power)
+    def function(x1: Any, x2: Any, /) -> Tensor:
+        factors = type(x2) in FITS and x2 in (2, 3) and isinstance(x1, Tensor)
+        if not factors or x1.dtype.kind not in FITS[type(x2)]:  # a power has another dtype
+            return power(x1, x2)
+        return square(x1) if x2 == 2 else multiply(square(x1), x1)
+
+    return function
+
+
 def _may_repeat(node: Node) -> bool:
     """Whether an operation on a node may be like one that was recorded before, or one that will be."""
     return (node.value is not None or node.like is not None) and not node.tracked
@@ -335,7 +350,8 @@ minimum = _binary("minimum", elementwise.minimum, _BOOL + _REAL, "The lesser ite
 multiply = _binary("multiply", elementwise.multiply, _ANY, "The product.")
 nextafter = _binary("nextafter", elementwise.nextafter, "f", "The next number from x1 towards x2.")
 not_equal = _comparison("not_equal", elementwise.not_equal, _ANY, operator.ne, "Whether they differ.")
-pow = _binary("pow", elementwise.pow_, _NUMBER, "x1 to the power of x2.")
+_power = _binary("pow", elementwise.pow_, _NUMBER, "x1 to the power of x2.")
+pow = _or_product(_power)
 remainder = _binary("remainder", elementwise.remainder, _REAL, "x1 - x2 * floor_divide(x1, x2).")
 subtract = _binary("subtract", elementwise.subtract, _NUMBER, "The difference.")
 
@@ -476,11 +492,12 @@ for _name, _function in _OPERATORS.items():
     if _name not in ("eq", "ne", "lt", "le", "gt", "ge"):
         install(f"__r{_name}__", _operator(_function, swapped=True))
         install(f"__i{_name}__", _in_place(_function))
-for _name, _unary_function in (
-    ("neg", negative),
-    ("pos", positive),
-    ("abs", abs),
-    ("invert", bitwise_invert),
-):
+install("__pow__", _or_product(_operator(_power)))
+for _name, _unary_function in {
+    "neg": negative,
+    "pos": positive,
+    "abs": abs,
+    "invert": bitwise_invert,
+}.items():
     install(f"__{_name}__", _unary_function)
 install("__hash__", object.__hash__)

@@ -29,7 +29,7 @@ NUMBERS = (bool, int, float, complex)
 OPERANDS = (Tensor, *NUMBERS, np.ndarray, np.generic)
 _PYTHON = {"b": bool, "i": int, "u": int, "f": float, "c": complex}
 _HELD = 1 << 24  # float32 holds all integers up to this
-_FITS = {float: "fc", int: "iufc"}  # by type of a number, the kinds of dtypes that it does not change
+FITS = {float: "fc", int: "iufc"}  # by type of a number, the kinds of dtypes that it does not change
 
 
 def operands(*values: Any, name: str) -> list[Tensor]:
@@ -150,12 +150,12 @@ def plain(x: Any, y: Any) -> tuple[Node, Node, Device, bool] | None:
         if not isinstance(y, Tensor):
             return None
         node = y._actual_node
-        if node.dtype.kind not in _FITS.get(type(x), ""):
+        if node.dtype.kind not in FITS.get(type(x), ""):
             return None
         return constant_like(node, x), node, y.device, y._actual_requires_grad
     node = x._actual_node
     if not isinstance(y, Tensor):
-        if node.dtype.kind not in _FITS.get(type(y), ""):
+        if node.dtype.kind not in FITS.get(type(y), ""):
             return None
         return node, constant_like(node, y), x.device, x._actual_requires_grad
     other, gradient = y._actual_node, x._actual_requires_grad or y._actual_requires_grad
@@ -220,10 +220,10 @@ def alike(x: Any, y: Any) -> list[Tensor] | None:
             if _is_row(other, node) and x.device is y.device and (x.requires_grad or y.requires_grad):
                 return [x, record(broadcast_node(other, node.shape), y)]
             return None
-        if node.dtype.kind in _FITS.get(type(y), ""):
+        if node.dtype.kind in FITS.get(type(y), ""):
             return [x, Tensor(constant_like(node, y), x.device)]
     elif isinstance(y, Tensor):
         node = y._node
-        if node.dtype.kind in _FITS.get(type(x), ""):
+        if node.dtype.kind in FITS.get(type(x), ""):
             return [Tensor(constant_like(node, x), y.device), y]
     return None
