@@ -82,6 +82,7 @@ from penstock.nn.functional.pooling import (
 from penstock.nn.functional.quantization import dequantized, quantized, quantized_linear
 from penstock.tensor.arithmetic import erf, tanh
 from penstock.tensor.padding import interpolate, pad
+from penstock.tensor.selecting import one_hot
 
 __all__ = [
     "adaptive_avg_pool1d",
@@ -149,6 +150,7 @@ __all__ = [
     "named_activation",
     "nll_loss",
     "normalize",
+    "one_hot",
     "packed_attention",
     "pad",
     "prelu",
