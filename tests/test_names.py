@@ -254,6 +254,7 @@ def test_dim_says_pytorch_and_axis_the_standard(on: Device) -> None:
 def test_a_tensor_without_axes_has_an_axis_for_pytorch() -> None:
     x = ps.tensor(3.0)
     assert x.sum(dim=0).item() == x.cumsum(0).item() == x.max(dim=-1).values.item() == 3
+    assert x.var(0, unbiased=False).item() == ps.std(x, dim=-1, unbiased=False).item() == 0
     with pytest.raises(IndexError, match="axis 0 is out of range"):
         ps.sum(x, axis=0)
 
@@ -367,6 +368,36 @@ def test_changes_in_place(on: Device) -> None:
     assert x.normal_().isfinite().all()
     with pytest.raises(TypeError, match="in place, float32"):
         x.eq_(x)
+
+
+@pytest.mark.parametrize(
+    ("value", "function"),
+    [
+        (3.0, lambda x: x.topk(1).values),
+        (3.0, lambda x: x.median(0).values),
+        (3.0, lambda x: x.cummax(0).values),
+        (3.0, lambda x: x.cummin(0).values),
+        ([3.0], lambda x: ps.diff(x, n=0)),
+        ([3], lambda x: x.nan_to_num()),
+        ([3.0], lambda x: x.scatter(0, ps.zeros(0, dtype=ps.int64), x)),
+        ([[3.0]], lambda x: ps.linalg.matrix_power(x, 1)),
+    ],
+)
+def test_a_result_that_is_equal_is_a_tensor_of_its_own(value: Any, function: Function) -> None:
+    x = ps.tensor(value)
+    result = function(x)
+    result += 1
+    assert x.tolist() == value
+
+
+def test_fmod_at_zero() -> None:
+    x = ps.tensor([-0.0, 0.0, -3.0, 4.0]).requires_grad_()
+    result = x.fmod(1.5)
+    result.sum().backward()
+    np.testing.assert_array_equal(result.numpy(), np.fmod(x.numpy(), 1.5))
+    assert np.signbit(result.numpy()).tolist() == [True, False, True, False]
+    assert x.grad is not None
+    assert x.grad.tolist() == [1, 1, 1, 1]
 
 
 # Values that only NumPy's own functions tell

@@ -98,8 +98,10 @@ def fmod(x1: Any, x2: Any, /) -> Tensor:
     [1, -1]
     """
     dividend, divisor = operands(x1, x2, name="fmod")
-    size = arithmetic.remainder(abs_(dividend), abs_(divisor))
-    return where(less(dividend, 0), -size, size)
+    # Not of `abs(dividend)`, whose gradient is 0 at 0.
+    is_below = arithmetic.signbit(dividend) if dividend.dtype.kind == "f" else less(dividend, 0)
+    size = arithmetic.remainder(where(is_below, -dividend, dividend), abs_(divisor))
+    return where(is_below, -size, size)
 
 
 def _size(x: Any) -> Any:
@@ -280,7 +282,7 @@ def nan_to_num(
     [0.0, 2.0]
     """
     if x.dtype.kind != "f":
-        return x
+        return astype(x, x.dtype)
     most = float(dtypes.limits(x.dtype).max)
     top, bottom = most if posinf is None else posinf, -most if neginf is None else neginf
     finite = where(isinf(x), where(less(x, 0), bottom, top), x)
