@@ -254,6 +254,7 @@ def test_dim_says_pytorch_and_axis_the_standard(on: Device) -> None:
 def test_a_tensor_without_axes_has_an_axis_for_pytorch() -> None:
     x = ps.tensor(3.0)
     assert x.sum(dim=0).item() == x.cumsum(0).item() == x.max(dim=-1).values.item() == 3
+    assert x.var(0, unbiased=False).item() == ps.std(x, dim=-1, unbiased=False).item() == 0
     with pytest.raises(IndexError, match="axis 0 is out of range"):
         ps.sum(x, axis=0)
 
@@ -367,6 +368,62 @@ def test_changes_in_place(on: Device) -> None:
     assert x.normal_().isfinite().all()
     with pytest.raises(TypeError, match="in place, float32"):
         x.eq_(x)
+
+
+@pytest.mark.parametrize(
+    ("value", "function"),
+    [
+        (3.0, lambda x: x.topk(1).values),
+        (3.0, lambda x: x.median(0).values),
+        (3.0, lambda x: x.cummax(0).values),
+        (3.0, lambda x: x.cummin(0).values),
+        ([3.0], lambda x: ps.diff(x, n=0)),
+        ([3], lambda x: x.nan_to_num()),
+        ([3.0], lambda x: x.scatter(0, ps.zeros(0, dtype=ps.int64), x)),
+        ([[3.0]], lambda x: ps.linalg.matrix_power(x, 1)),
+    ],
+)
+def test_a_result_that_is_equal_is_a_tensor_of_its_own(value: Any, function: Function) -> None:
+    x = ps.tensor(value)
+    result = function(x)
+    result += 1
+    assert x.tolist() == value
+
+
+@pytest.mark.parametrize(
+    ("function", "wanted"),
+    [
+        (lambda wide, small: wide.add(small, alpha=2), [393, 406]),
+        (lambda wide, small: wide.sub(small, alpha=2), [-407, -394]),
+        (lambda wide, small: ps.addcmul(wide, small, small, value=2), [79993, 80006]),
+        (lambda _, small: ps.addcmul(small, small.to(ps.int8), small.to(ps.int8)), [3336, 3336]),
+        (lambda wide, x: ps.addcdiv(wide.double() * 0, x.float(), x.float() * 3) * 3, [1, 1]),
+        (lambda wide, small: small.clamp(min=wide + 300), [255, 255]),
+        (lambda wide, small: small.clamp(max=wide), [0, 6]),
+        (lambda wide, small: small.clamp(wide, 300 + wide), [200, 200]),
+    ],
+)
+def test_the_widest_operand_says_what_is_computed_in(function: Function, wanted: list[float]) -> None:
+    result = function(ps.tensor([-7, 6], dtype=ps.int32), ps.tensor([200, 200], dtype=ps.uint8))
+    assert result.tolist() == wanted
+
+
+@pytest.mark.parametrize("dtype", [ps.float16, ps.bfloat16, ps.float32, ps.float64])
+def test_nan_to_num_keeps_the_dtype(dtype: Any) -> None:
+    result = ps.tensor([ps.inf, -ps.inf, ps.nan, 1.0], dtype=dtype).nan_to_num()
+    most = float(ps.finfo(dtype).max)
+    assert (result.dtype, result.tolist()) == (dtype, [most, -most, 0, 1])
+    assert ps.tensor([-ps.inf], dtype=dtype).nan_to_num_(neginf=-2.0).tolist() == [-2]
+
+
+def test_fmod_at_zero() -> None:
+    x = ps.tensor([-0.0, 0.0, -3.0, 4.0]).requires_grad_()
+    result = x.fmod(1.5)
+    result.sum().backward()
+    np.testing.assert_array_equal(result.numpy(), np.fmod(x.numpy(), 1.5))
+    assert np.signbit(result.numpy()).tolist() == [True, False, True, False]
+    assert x.grad is not None
+    assert x.grad.tolist() == [1, 1, 1, 1]
 
 
 # Values that only NumPy's own functions tell

@@ -302,6 +302,24 @@ def test_parameters_change_under_no_grad_only(on: Device) -> None:
     assert w.grad.tolist() == [-2]
 
 
+def test_a_result_goes_on_after_a_constant_takes_its_place(on: Device) -> None:
+    w = ps.asarray([1.0, 2.0], device=on).requires_grad_()
+    h = w * 3
+    h.zero_()
+    h += w * w
+    h.sum().backward()
+    assert w.grad is not None
+    assert (h.tolist(), w.grad.tolist(), h.grad) == ([1, 4], [2, 4], None)
+
+
+def test_the_gradient_of_a_checkpoint_that_numpy_computes(on: Device) -> None:
+    for value in (1.0, 2.0):
+        x = ps.asarray([value, 3.0], device=on).requires_grad_()
+        ps.checkpoint(lambda x: (x * x).sum(), x).backward()
+        assert x.grad is not None
+        assert x.grad.tolist() == [2 * value, 6]
+
+
 def test_gradients_as_functions_of_second_order(on: Device) -> None:
     x = ps.asarray([2.0, 3.0], device=on)
     value, slope = ps.value_and_grad(lambda t: (t**3).sum())(x)

@@ -218,7 +218,7 @@ def test_bits_are_the_same_jitted_and_not_and_after_a_state(name: str) -> None:
 
 
 @pytest.mark.parametrize("jitted", [False, True])
-@pytest.mark.parametrize("name", ["dampened", "amsgrad", "adafactor"])
+@pytest.mark.parametrize("name", ["dampened", "amsgrad", "adagrad", "adafactor"])
 def test_a_group_that_is_added_begins_with_a_state_of_its_own(name: str, jitted: bool) -> None:
     make, rule = RULES[name]
     alone, both = Training(lambda groups: make(groups[:1]), jitted=jitted), 3
@@ -259,6 +259,17 @@ def test_a_group_that_is_added_has_the_settings_of_the_optimizer() -> None:
     with pytest.raises(CaptureError, match="inside a jitted function"):
         ps.jit(lambda: optimizer.add_param_group({"params": [third]}))()
     assert len(optimizer.param_groups) == 2
+
+
+def test_groups_of_adagrad_may_begin_with_sums_of_their_own() -> None:
+    first, second = (ps.ones(1, device="host").requires_grad_() for _ in range(2))
+    groups = [{"params": [first]}, {"params": [second], "initial_accumulator_value": 3.0}]
+    optimizer = optim.Adagrad(groups, lr=1.0)
+    (first + second).sum().backward()
+    optimizer.step()
+    np.testing.assert_allclose([first.item(), second.item()], [0, 0.5], atol=1e-6)
+    with pytest.raises(ValueError, match="settings are 0 or more"):
+        optim.Adagrad([first], initial_accumulator_value=-1)
 
 
 def test_muon_makes_steps_of_one_size_along_all_axes() -> None:

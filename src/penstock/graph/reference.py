@@ -51,11 +51,11 @@ def into_memory(node: Node) -> Callable[..., Array] | None:
     return reference if reference.resolve_dtypes((*inputs, None))[-1] == np.dtype(node.dtype) else None
 
 
-def _view(view: Callable[[Array], Array], x: Array, out: Array | None = None) -> Array:
-    """A view of an array, or its copy in `out`."""
+def _view(view: Callable[..., Array], *inputs: Array, out: Array | None = None) -> Array:
+    """A view of the first input, or its copy in `out`; a barrier has other inputs, which it waits for."""
     if out is None:
-        return view(x)
-    np.copyto(out, view(x))
+        return view(*inputs)
+    np.copyto(out, view(*inputs))
     return out
 
 

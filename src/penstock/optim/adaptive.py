@@ -10,6 +10,7 @@ from penstock.optim.optimizer import Optimizer, Parameters
 from penstock.tensor.arithmetic import maximum, minimum, sqrt
 from penstock.tensor.arithmetic import pow as pow_
 from penstock.tensor.core import Tensor
+from penstock.tensor.creation import full_like
 from penstock.tensor.reduction import mean
 
 
@@ -87,11 +88,13 @@ class Adagrad(Optimizer):
         clip_norm: float | None = None,
     ) -> None:
         settings = {"lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
+        settings["initial_accumulator_value"] = initial_accumulator_value
         super().__init__(parameters, lr, clip_norm, **settings)
-        if initial_accumulator_value < 0:
-            given = initial_accumulator_value
-            raise ValueError(f"initial_accumulator_value is 0 or more, and {given} was given")
-        self._add_state("sum", initial_accumulator_value)
+        first = self._of(0)["initial_accumulator_value"]
+        self._add_state("sum", first)
+        for at, total in enumerate(self._state["sum"]):
+            if (own := self._of(at)["initial_accumulator_value"]) != first:
+                self._state["sum"][at] = full_like(total, own)
 
     def _next_counts(self, at: int, counts: Sequence[Tensor]) -> Sequence[Tensor]:
         return [counts[0] + 1]

@@ -419,6 +419,9 @@ def _clipped(x: Tensor, min: Any, max: Any) -> Tensor:
             # A NaN limit replaces every item; a NaN item is kept.
             outside = logical_and(logical_not(is_inside(result, limit)), equal(result, result))
             result = where(outside, limit, result)
+    if result.dtype != x.dtype and result.dtype.kind in "iu":  # a limit may be beyond the range of `x`
+        ends = np.iinfo(x.dtype.numpy)
+        result = _clipped(result, int(ends.min), int(ends.max))
     return record(elementwise.cast(result._node, x.dtype), result)
 
 

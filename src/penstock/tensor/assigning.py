@@ -48,7 +48,7 @@ def by_indices(x: Tensor, indices: Tensor, value: Tensor, distinct: bool) -> Ten
     count = indices.size
     if not count or not x.size:
         broadcast(value, indices.shape)
-        return x
+        return record(x._node, x)
     target = shaping.reshape(indices._node, (count,))
     values = shaping.reshape(broadcast(value, indices.shape)._node, (count,))
     sources = _positions(count)  # for each index, which value goes there

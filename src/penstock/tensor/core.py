@@ -418,7 +418,7 @@ class Tensor(Operators, Methods):
         if leaf_of(tensor._actual_node) is tensor and recording():
             raise ValueError("a tensor that requires a gradient cannot change; use no_grad() or detach()")
         node, history = other._node, other.requires_grad
-        if tensor._actual_requires_grad and not history:
+        if tensor._actual_requires_grad and not history and not recording():
             node = elementwise.stop(node)
             ends_at(node, tensor)
             if node.value is None and capture.get() is None:

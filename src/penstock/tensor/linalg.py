@@ -113,7 +113,7 @@ def matrix_power(x: Tensor, n: int, /) -> Tensor:
     """
     check_matrices("matrix_power", x, square_=True)
     n = integer(n, "linalg.matrix_power", "n")
-    base, left = (inv(x), -n) if n < 0 else (x, n)
+    base, left = (inv(x), -n) if n < 0 else (astype(x, x.dtype), n)
     result: Tensor | None = None
     while left:
         if left & 1:

@@ -121,7 +121,7 @@ def topk(x: Tensor, /, k: int, axis: int = -1, largest: bool = True, sorted: boo
     """
     k = integer(k, "topk", "k")
     if not x.ndim:
-        return Ordered(x, _zero(x)) if k == 1 else _refuse_count("topk", k, x, axis)
+        return _alone(x) if k == 1 else _refuse_count("topk", k, x, axis)
     (axis,) = axes_of(x, axis, "topk")
     if not 0 <= k <= x.shape[axis]:
         _refuse_count("topk", k, x, axis)
@@ -138,8 +138,9 @@ def _top_indices(x: Tensor, k: int, axis: int, largest: bool) -> Tensor:
     return _at(argsort(x, axis=axis, descending=largest), axis, slice(0, k))
 
 
-def _zero(x: Tensor) -> Tensor:
-    return asarray(0, dtype=dtypes.int64, device=x.device)
+def _alone(x: Tensor) -> Ordered:
+    """The item of a tensor without axes, as a tensor of its own, and its index."""
+    return Ordered(astype(x, x.dtype), asarray(0, dtype=dtypes.int64, device=x.device))
 
 
 def _refuse_count(name: str, k: int, x: Tensor, axis: int) -> NoReturn:
@@ -176,7 +177,7 @@ def median(x: Tensor, /, dim: int | None = None, keepdim: bool = False) -> Any:
             raise ValueError(f"median of nothing: shape {x.shape}")
         return median(reshape(x, -1), 0).values
     if not x.ndim:
-        return Ordered(x, _zero(x))
+        return _alone(x)
     (axis,) = axes_of(x, dim, "median")
     if not x.shape[axis]:
         raise ValueError(f"median of nothing: shape {x.shape}, axis {dim}")
@@ -272,7 +273,7 @@ def _cumulative(x: Tensor, axis: int, name: str) -> Ordered:
     if x.dtype.kind not in "iuf":
         raise TypeError(f"{name} does not take {x.dtype}")
     if not x.ndim:
-        return Ordered(x, _zero(x))
+        return _alone(x)
     (axis,) = axes_of(x, axis, name)
     plain = x.detach() if x.requires_grad else x
     keys = negative(plain) if name == "cummin" else plain

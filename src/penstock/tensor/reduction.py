@@ -17,7 +17,7 @@ from penstock.tensor.broadcasting import axes_of
 from penstock.tensor.composite import composite
 from penstock.tensor.core import Tensor, install, record
 from penstock.tensor.examples import with_example
-from penstock.tensor.manipulation import concat, reshape
+from penstock.tensor.manipulation import astype, concat, reshape
 from penstock.tensor.operands import Array, constant_like
 
 Axis = int | Sequence[int] | None
@@ -248,7 +248,7 @@ def diff(
     if n < 0:
         raise ValueError(f"diff: n is 0 or more, and {n} was given")
     if not n:
-        return x
+        return astype(x, x.dtype)
     parts = [part for part in (prepend, x, append) if part is not None]
     result = concat(parts, axis=position)
     for _ in range(n):

@@ -22,6 +22,7 @@ from penstock.tensor.arithmetic import (
     less,
     log,
     logical_and,
+    logical_not,
     logical_or,
     multiply,
     sin,
@@ -48,7 +49,10 @@ def scaled_add(x1: Any, x2: Any, /, *, alpha: float = 1) -> Tensor:
     >>> ps.add(ps.asarray([1, 2]), ps.asarray([3, 4]), alpha=10).tolist()
     [31, 42]
     """
-    return add(x1, x2) if alpha == 1 else add(x1, multiply(x2, alpha))
+    if alpha == 1:
+        return add(x1, x2)
+    x1, x2 = operands(x1, x2, name="add")  # first, as `x2` may have the smaller dtype
+    return add(x1, multiply(x2, alpha))
 
 
 def scaled_subtract(x1: Any, x2: Any, /, *, alpha: float = 1) -> Tensor:
@@ -57,7 +61,10 @@ def scaled_subtract(x1: Any, x2: Any, /, *, alpha: float = 1) -> Tensor:
     >>> ps.sub(ps.asarray([1, 2]), ps.asarray([3, 4])).tolist()
     [-2, -2]
     """
-    return subtract(x1, x2) if alpha == 1 else subtract(x1, multiply(x2, alpha))
+    if alpha == 1:
+        return subtract(x1, x2)
+    x1, x2 = operands(x1, x2, name="subtract")
+    return subtract(x1, multiply(x2, alpha))
 
 
 def div(x1: Any, x2: Any, /, *, rounding_mode: str | None = None) -> Tensor:
@@ -98,8 +105,10 @@ def fmod(x1: Any, x2: Any, /) -> Tensor:
     [1, -1]
     """
     dividend, divisor = operands(x1, x2, name="fmod")
-    size = arithmetic.remainder(abs_(dividend), abs_(divisor))
-    return where(less(dividend, 0), -size, size)
+    # Not of `abs(dividend)`, whose gradient is 0 at 0.
+    is_below = arithmetic.signbit(dividend) if dividend.dtype.kind == "f" else less(dividend, 0)
+    size = arithmetic.remainder(where(is_below, -dividend, dividend), abs_(divisor))
+    return where(is_below, -size, size)
 
 
 def _size(x: Any) -> Any:
@@ -191,6 +200,7 @@ def addcmul(x: Tensor, x1: Any, x2: Any, /, *, value: float = 1) -> Tensor:
     >>> ps.addcmul(ps.asarray([1]), ps.asarray([2]), ps.asarray([3])).tolist()
     [7]
     """
+    x, x1, x2 = operands(x, x1, x2, name="addcmul")
     return add(x, multiply(multiply(x1, x2), value))
 
 
@@ -201,6 +211,7 @@ def addcdiv(x: Tensor, x1: Any, x2: Any, /, *, value: float = 1) -> Tensor:
     >>> ps.addcdiv(ps.asarray([1.0]), ps.asarray([6.0]), ps.asarray([3.0])).tolist()
     [3.0]
     """
+    x, x1, x2 = operands(x, x1, x2, name="addcdiv")
     return add(x, multiply(divide(x1, x2), value))
 
 
@@ -280,11 +291,14 @@ def nan_to_num(
     [0.0, 2.0]
     """
     if x.dtype.kind != "f":
-        return x
+        return astype(x, x.dtype)
     most = float(dtypes.limits(x.dtype).max)
     top, bottom = most if posinf is None else posinf, -most if neginf is None else neginf
-    finite = where(isinf(x), where(less(x, 0), bottom, top), x)
-    return where(isnan(x), nan, finite)
+    # Of two numbers, `where` would give float32, whatever `x` is.
+    is_infinite, is_below = isinf(x), less(x, 0)
+    result = where(logical_and(is_infinite, is_below), bottom, x)
+    result = where(logical_and(is_infinite, logical_not(is_below)), top, result)
+    return where(isnan(x), nan, result)
 
 
 def truth(x: Any) -> Any:

@@ -104,6 +104,8 @@ def _deviation(name: str, standard: Callable[..., Tensor], by_default: float) ->
         if torch:
             _refuse_both(name, axis, keepdims)
             axis = dim if isinstance(dim, int) or dim else None
+            if not x.ndim and axis in (0, -1):  # as in PyTorch
+                axis = None
             keepdims = bool(keepdim)
         if unbiased is not None:
             if correction is not None:
