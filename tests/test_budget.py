@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
@@ -483,6 +485,32 @@ def test_all_ways_to_set_a_budget_mean_the_same(host: Device) -> None:
     assert counts[1] > 0
 
 
+def test_budgets_of_several_threads_begin_and_end_at_any_time(host: Device) -> None:
+    interval, errors = sys.getswitchinterval(), []
+
+    def run(limit: int) -> None:
+        try:
+            for _ in range(100_000):
+                with ps.memory.budget(limit):
+                    assert host.limit_bytes <= limit
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(limit,)) for limit in (1 << 40, 1 << 41, 1 << 42)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(100_000):
+            assert host.limit_bytes is None or host.limit_bytes >= 1 << 40
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors
+    assert host.limit_bytes is None
+
+
 def test_a_function_is_planned_anew_where_the_budget_changes(host: Device) -> None:
     x = given_to(host)
     step = ps.jit(chain)
@@ -561,6 +589,7 @@ def test_a_plan_runs_nothing_and_is_a_table(host: Device, monkeypatch: pytest.Mo
     assert "tanh" in rows[-1]
     assert "is enough" in plan.verdict(plan.unlimited_bytes)
     assert "will do, with at most" in plan.verdict(plan.smallest_bytes)
-    assert "is too little" in plan.verdict(plan.smallest_bytes - 1)
+    least = plan.smallest_bytes
+    assert f"is too little: {least} bytes" in plan.verdict(least - 1)
     limits = (plan.unlimited_bytes, plan.smallest_bytes, plan.smallest_bytes - 1)
     assert [plan.fits(limit) for limit in limits] == [True, True, False]

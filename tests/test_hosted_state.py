@@ -470,6 +470,29 @@ def test_a_copy_that_fails_is_told_and_nothing_is_lost_before(
     assert (losses + run.train(range(2, 4)), run.bits) == expected
 
 
+def test_what_the_host_reads_of_a_step_frees_nothing_on_the_device(far: Device) -> None:
+    """Flags of targets out of range are in pinned memory: the smallest budget has room for the rest."""
+    ps.random.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 16, device=far), nn.Tanh(), nn.Linear(16, 4, device=far))
+    optimizer = optim.Adam(model.parameters(), lr=1e-2)
+
+    def step(x: ps.Tensor, targets: ps.Tensor) -> ps.Tensor:
+        loss = nn.functional.cross_entropy(model(x), targets)
+        optimizer.backward(loss)
+        optimizer.step()
+        return loss.detach()
+
+    rng = np.random.default_rng(0)
+    x = ps.asarray(rng.standard_normal((8, 12)).astype(np.float32), device=far)
+    targets = ps.asarray(rng.integers(0, 4, 8), device=far)
+    least = ps.memory.plan(ps.jit(step), x, targets).smallest_bytes
+    inside = ps.jit(step, memory=least)
+    loss = inside(x, targets)
+    for _ in range(2):
+        loss = inside(x, targets)  # while that of the last call is held, which the budget counts
+    assert loss.item() > 0
+
+
 def test_where_the_memory_is_the_hosts_state_stays() -> None:
     device = Device.over(DRIVERS["opencl-mapped"](), SMALL)
     plan = Run(device, "momentum").plan()

@@ -595,3 +595,18 @@ def test_a_failure_that_is_pending_at_exit_is_told_in_one_line() -> None:
     (line,) = done.stderr.splitlines()
     assert line.startswith("penstock: at exit, host-late: kernel 'bad'")
     assert "ZeroDivisionError: a bad kernel" in line
+
+
+def test_an_interrupt_while_a_process_ends_leaves_no_traceback() -> None:
+    done = run_script(
+        """
+        import penstock as ps
+        from penstock.drivers.driver import at_end
+
+        def interrupted():
+            raise KeyboardInterrupt
+
+        at_end[:0] = [interrupted, lambda: print("the rest ends, too")]
+        """
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "the rest ends, too\n", "")

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from penstock.data import Arrays, DataError, ImageFolder, Loader, collate, packed, padded
+from penstock.data.workers import Workers
 
 HOST = "host"
 
@@ -39,6 +41,8 @@ class Squares:
             raise KeyError("no such sample")
         if index == 2000:
             os.kill(os.getpid(), signal.SIGKILL)
+        if index == 3000:
+            sys.exit(3)
         return np.float32([index, index * index]), index
 
 
@@ -193,6 +197,16 @@ def test_a_process_that_dies_is_told() -> None:
         numbers(loader)
 
 
+def test_a_process_that_exits_takes_its_memory_with_it_and_is_told() -> None:
+    workers = Workers(Squares(3001).__getitem__, 1, seed=0)
+    workers.ask(0, 0)
+    workers.ask(1, 3000)
+    workers._processes[0].join(60)
+    with pytest.raises(DataError, match=r"worker 0 of 1, process \d+, ended with status 3"):
+        workers.take()
+    workers.close()
+
+
 def test_what_cannot_be_sent_to_a_process_is_told() -> None:
     with pytest.raises(DataError, match=r"cannot be pickled: .*use workers=0"):
         next(iter(Loader([threading.Lock()], 1, workers=1, device=HOST)))
@@ -341,6 +355,14 @@ def test_a_loop_inside_a_loop_is_refused() -> None:
         with pytest.raises(DataError, match="iterated already"):
             iter(loader)
         break
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_so_are_two_loops_side_by_side(workers: int) -> None:
+    with Loader(Squares(4), 1, device=HOST, workers=workers) as loader:
+        with pytest.raises(DataError, match="iterated already"):
+            next(zip(loader, loader, strict=True))
+        assert len(list(loader)) == 3  # the first of the two took one
 
 
 # Images

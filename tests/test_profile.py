@@ -392,6 +392,8 @@ def test_a_trace_that_cannot_be_written_hides_no_other_error(tmp_path: Path) -> 
     assert "trace could not be written" in caught.value.__notes__[0]
     with pytest.raises(FileNotFoundError, match="no folder for the trace"), ps.profile(folder / "x.json"):
         raise AssertionError
+    with pytest.raises(IsADirectoryError, match="the trace is a file"), ps.profile(tmp_path):
+        raise AssertionError
     folder.mkdir()
     with pytest.raises(OSError, match=r"trace\.json"), ps.profile(folder / "trace.json", device=device):
         folder.rmdir()

@@ -92,6 +92,15 @@ def test_the_error_for_a_list_says_what_would_work() -> None:
         ps.add([1, 2], [3, 4])
 
 
+@pytest.mark.parametrize("wrong", [[1.0], 3, ps.jit(lambda x: x)])
+def test_what_cannot_be_explained_is_refused_by_name(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=rf"explain takes tensors, and {type(wrong).__name__} was given"):
+        ps.explain(wrong)
+    two = ps.ones(3, device="host"), ps.ones(3, device="opencl")
+    with pytest.raises(ValueError, match=r"tensors of one device, and those of \['host', 'opencl:0'\]"):
+        ps.explain(*two)
+
+
 SHAPED: dict[str, Callable[[Any], Any]] = {
     "zeros": ps.zeros,
     "ones": ps.ones,

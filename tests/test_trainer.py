@@ -663,7 +663,10 @@ def test_a_callback_ends_a_run(tmp_path: Path) -> None:
         ({"epochs": None}, "epochs or steps: give just one"),
         ({"steps": 3, "epochs": 3}, "epochs or steps: give just one"),
         ({"epochs": 0}, "epochs is 1 or more, and 0"),
+        ({"epochs": float("nan")}, "epochs is an integer, and nan"),
+        ({"epochs": None, "steps": "3"}, "steps is an integer, and '3'"),
         ({"accumulate": 0}, "accumulate is 1 or more"),
+        ({"accumulate": 1.5}, "accumulate is an integer, and 1.5"),
         ({"evaluate_every": -1}, "evaluate_every is 1 or more"),
         ({"schedule_every": "day"}, "step or epoch, and 'day'"),
         ({"memory": "much"}, "not a size"),
@@ -675,6 +678,13 @@ def test_a_callback_ends_a_run(tmp_path: Path) -> None:
 def test_wrong_settings_are_named(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingError, match=message):
         line_run(tmp_path / "run", **changed)
+
+
+@pytest.mark.parametrize("name", ["data", "evaluation"])
+def test_a_batch_without_samples_is_refused(tmp_path: Path, name: str) -> None:
+    trainer = line_run(tmp_path / "run", **{name: [(X[:4], Y[:4]), (X[:0], Y[:0])]})
+    with pytest.raises(DataError, match=r"no samples \(float32 \(0, 3\), float32 \(0, 1\)\)"):
+        trainer.fit()
 
 
 def test_missing_functions_are_named(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from penstock.errors import SettingError
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
     _UNITS |= {_letter + "B": 1000**_power, _letter + "IB": 1024**_power, _letter: 1024**_power}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Z]*)\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d{1,99}(?:\.\d+)?)\s*([A-Z]*)\s*", re.IGNORECASE)
 
 
 def parse_bytes(size: int | str) -> int:

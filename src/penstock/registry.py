@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -262,7 +263,8 @@ def _close_all() -> None:
         # process. Within this time, threads that use a device get its exception instead.
         time.sleep(0.02)
     for action in at_end:
-        action()
+        with suppress(KeyboardInterrupt):  # another Ctrl-C: later processes remove what this one leaves
+            action()
 
 
 def _after_fork() -> None:

@@ -90,9 +90,12 @@ class Loader:
         return self._size // self._batch if self._drop_last else -(-self._size // self._batch)
 
     def __iter__(self) -> Iterator[Any]:
+        self._check_idle()
+        return self._epoch()
+
+    def _check_idle(self) -> None:
         if self._iterating:
             raise DataError("this Loader is being iterated already; make another for a loop inside the first")
-        return self._epoch()
 
     def state(self) -> int:
         """The number of the sample after the last batch that was taken: what `start` takes to go on there."""
@@ -142,6 +145,7 @@ class Loader:
 
     def _epoch(self) -> Iterator[Any]:
         """The batches from the next sample to the end of its epoch."""
+        self._check_idle()  # again, as two iterators may be made before the first batch of either
         self._iterating = True
         try:
             iterated = self._size is None

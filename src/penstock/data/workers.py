@@ -131,7 +131,10 @@ class Workers:
         if known is None or known.name != name:
             if known is not None:
                 known.close()
-            known = self._slots[worker, slot] = SharedMemory(name)
+            try:
+                known = self._slots[worker, slot] = SharedMemory(name)
+            except FileNotFoundError:  # a process removes its memory when it ends
+                raise self._death(worker) from None
         return known
 
     def _death(self, worker: int) -> DataError:

@@ -59,6 +59,8 @@ class Residents:
         wholes: dict[int, Buffer] = {}
         members: dict[int, list[int]] = {}
         for at in self._sizes:
+            if nodes[at].value.memory.pinned and not nodes[at].value.hosted:
+                continue  # it takes nothing of the device's memory
             # A buffer that something else refers to stays. Two references: the node's, and of this call.
             if nodes[at].value.hosted or sys.getrefcount(nodes[at].value) == 2:
                 key = nodes[at].value.memory.serial if lasts or not nodes[at].value.hosted else ~at

@@ -165,7 +165,8 @@ class MemoryPlan:
         limit = format_bytes(limit_bytes)
         inside = next((at for at, row in enumerate(self.budgets) if row.budget_bytes <= limit_bytes), None)
         if inside is None:
-            return f"{limit} is too little: {format_bytes(self.smallest_bytes)} would do"
+            least = self.smallest_bytes  # exactly, as what is rounded may be a little less
+            return f"{limit} is too little: {least} bytes ({format_bytes(least)}) would do"
         seconds = self.step_seconds
         time = f"; about {format_seconds(seconds[inside])} for a step" if seconds else ""
         if not inside:

@@ -49,11 +49,11 @@ def budget(limit: int | str) -> Iterator[None]:
     ...     print(ps.default_device().limit_bytes)
     1073741824
     """
-    entry = [parse_bytes(limit)]
-    in_force.append(entry)
+    nbytes = parse_bytes(limit)
+    in_force.append(nbytes)
     try:
         for device in opened_devices():
-            device.keep_within(entry[0])
+            device.keep_within(nbytes)
         yield
     finally:
-        in_force[:] = [other for other in in_force if other is not entry]
+        in_force.remove(nbytes)  # in one call: other threads add and remove theirs at any time

@@ -75,7 +75,7 @@ class Statistics:
                 self.nbytes -= memory.nbytes
 
 
-in_force: list[list[int]] = []  # budgets of blocks of code, each a distinct list: see `budgeting`
+in_force: list[int] = []  # budgets of blocks of code: see `budgeting`
 
 
 class Limit:
@@ -91,8 +91,8 @@ class Limit:
         """Its own limit, or the smallest budget of the enclosing blocks of code, if that is smaller."""
         if not in_force:
             return self._own
-        limits = [budget for (budget,) in list(in_force)]
-        return min(limits if self._own is None else [self._own, *limits])
+        limits = list(in_force)  # none, if another thread has just left the last
+        return min(limits, default=None) if self._own is None else min([self._own, *limits])
 
     @limit_bytes.setter
     def limit_bytes(self, limit_bytes: int | None) -> None:

@@ -57,6 +57,8 @@ class Profile:
             raise RuntimeError("a profile can be used once; make another with ps.profile()")
         if self._path is not None and not self._path.absolute().parent.is_dir():
             raise FileNotFoundError(f"there is no folder for the trace {str(self._path)!r}")
+        if self._path is not None and self._path.is_dir():
+            raise IsADirectoryError(f"the trace is a file, and {str(self._path)!r} is a folder")
         self._state, self._process = "on", os.getpid()
         try:
             if self._chosen is not None:

@@ -157,4 +157,11 @@ def explain(*tensors: Tensor) -> str:
     """
     if not tensors:
         raise ValueError("explain needs a tensor")
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"explain takes tensors, and {type(tensor).__name__} was given; give what a function returns"
+            )
+    if len(names := sorted({tensor.device.name for tensor in tensors})) > 1:
+        raise ValueError(f"explain takes tensors of one device, and those of {names} were given")
     return explain_nodes([tensor._node for tensor in tensors], tensors[0].device)

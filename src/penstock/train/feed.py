@@ -151,7 +151,7 @@ class Feed:
         if not self._is_stateful and not self._taken:
             self._check_kind(batch)
         parts = [uploaded(part, self._device) for part in self._split(batch)]
-        self._ahead = _Ahead(Batch(parts, samples_in(batch)), state_of(self._data))
+        self._ahead = _Ahead(Batch(parts, some_samples_in(batch)), state_of(self._data))
         return self._ahead
 
     def _opened(self) -> Iterator[Any]:
@@ -224,6 +224,13 @@ def tensors_of(batch: Any) -> Iterator[Any]:
 def samples_in(batch: Any) -> int:
     """How many samples a batch has: the length of its first tensor that has an axis."""
     return next((int(part.shape[0]) for part in tensors_of(batch) if len(part.shape)), 1)
+
+
+def some_samples_in(batch: Any) -> int:
+    """The same; a DataError where there are none, of which a loss would be no number."""
+    if not (count := samples_in(batch)):
+        raise DataError(f"a batch has no samples ({kind_of(batch)}); leave it out")
+    return count
 
 
 def kind_of(batch: Any) -> str:

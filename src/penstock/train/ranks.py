@@ -21,7 +21,7 @@ from penstock.errors import SettingError
 from penstock.nn.module import Module
 from penstock.optim.optimizer import Optimizer
 from penstock.tensor.core import Tensor
-from penstock.train.feed import Batch, samples_in, uploaded
+from penstock.train.feed import Batch, samples_in, some_samples_in, uploaded
 from penstock.train.metrics import RankTraffic
 
 Evaluated = dict[str, float] | None
@@ -167,7 +167,7 @@ class Ranks:
         sizes: list[int] = []
         own: list[Values] = []
         for number, batch in enumerate(batches):
-            sizes.append(samples_in(batch))
+            sizes.append(some_samples_in(batch))
             if number % self.group.size == self.group.rank:
                 results = values_of(batch)
                 own.append({name: value.numpy_async() for name, value in results.items()})

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -138,6 +139,8 @@ class Trainer(Run):
             "checkpoint_every": self._checkpoint_every,
         }
         for name, count in counts.items():
+            if count is not None and (isinstance(count, bool) or not isinstance(count, Integral)):
+                raise SettingError(f"{name} is an integer, and {count!r} was given")
             if count is not None and count < 1:
                 raise SettingError(f"{name} is 1 or more, and {count} was given")
         if self._schedule_every not in ("step", "epoch"):
