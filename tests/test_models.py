@@ -13,7 +13,7 @@ from typing import Any
 import model_cases as cases
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import penstock as ps
 from penstock.errors import CheckpointError
@@ -260,6 +260,34 @@ def test_files_that_are_broken_are_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read"):
         ps.models.load(folder)
+
+
+def test_a_head_beside_a_tied_embedding_has_to_be_a_copy(tmp_path: Path) -> None:
+    folder = cases.write_folder(tmp_path, "qwen2", about("qwen2")["shapes"])
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    save_file(tensors, folder / "model.safetensors")
+    check_logits(ps.models.load(folder, device="host"), "qwen2")
+    head[60, 31] += 1
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lm_head.weight is no copy of the embedding, and by config"):
+        ps.models.load(folder, device="host")
+
+
+def test_matrices_of_several_dtypes_become_that_of_the_configuration(tmp_path: Path) -> None:
+    folder = cases.write_folder(tmp_path, "llama", about("llama")["shapes"])
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].astype(np.float16)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="weights of float16 and float32, and the dtype of"):
+        ps.models.load(folder, device="host")
+    for key in ("dtype", "torch_dtype"):
+        (folder / "config.json").write_text(json.dumps(cases.LLAMA | {key: "float32"}))
+        model = ps.models.load(folder, device="host")
+        assert {tensor.dtype for tensor in model.parameters()} == {ps.float32}
+        assert len(model.generate([3, 4], 5, temperature=0).ids) == 5
+    half = ps.models.load(folder, device="host", dtype="float16")
+    assert {tensor.dtype for tensor in half.parameters()} == {ps.float16}
 
 
 def test_loading_has_no_second_copy_on_the_host(loaded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
