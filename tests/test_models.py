@@ -290,6 +290,17 @@ def test_matrices_of_several_dtypes_become_that_of_the_configuration(tmp_path: P
     assert {tensor.dtype for tensor in half.parameters()} == {ps.float16}
 
 
+def test_a_loaded_model_has_no_dropout_until_it_is_trained(tmp_path: Path) -> None:
+    folder = cases.write_folder(tmp_path, "gpt2", about("gpt2")["shapes"])
+    # What every configuration has that transformers wrote.
+    (folder / "config.json").write_text(json.dumps(cases.CONFIGS["gpt2"] | {"resid_pdrop": 0.1}))
+    model = ps.models.load(folder, device="host")
+    check_logits(model, "gpt2")
+    ids = ps.asarray(cases.tokens(2, cases.LENGTH), device="host")
+    exact = model(ids).numpy()
+    assert np.abs(model.train()(ids).numpy() - exact).max() > 0.1
+
+
 def test_loading_has_no_second_copy_on_the_host(loaded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     mapped: list[np.ndarray] = []
     upload = weights.StoredTensor.array

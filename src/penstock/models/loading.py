@@ -59,7 +59,8 @@ def load(
     go from the mapped files to the device one after another, in the dtype of the files (that of the
     configuration, where matrices have several), or in `dtype`. Where there are `tokenizer.json` and
     `generation_config.json`, the model has them too. `adapter` is a folder with LoRA adapters in PEFT's
-    layout, which stay beside the weights; see `merge_lora`.
+    layout, which stay beside the weights; see `merge_lora`. The model is in evaluation mode, as in
+    transformers: `model.train()` before training with dropout, which `ps.Trainer` calls itself.
 
     `quantized`: what is Q4_0 or Q8_0 in a GGUF file stays so on the device, and everything else is
     dequantized. A folder is loaded as it was saved, and `ps.quantize` quantizes what it holds.
@@ -94,11 +95,11 @@ def load(
 
 
 def _adapted(model: LanguageModel, path: Path, adapter: str | Path | None) -> LanguageModel:
-    """A model that was loaded from a path, with its adapters."""
+    """A model that was loaded from a path, with its adapters, in evaluation mode."""
     model.source = path.absolute()
     if adapter is not None:
         load_lora(model, Path(adapter))
-    return model
+    return model.eval()
 
 
 def _check_layers(folder: Path, kind: Family, settings: Settings, stored: Mapping[str, Stored]) -> None:
