@@ -73,9 +73,10 @@ def load(
 
         model = load_run(path, device)
         return _adapted(model if dtype is None else model.to(checked(dtype)), path, adapter)
+    wanted = None if dtype is None else checked(dtype)
     stored: Mapping[str, Stored]
     if path.suffix == ".gguf":
-        config, stored = read_gguf(path)
+        config, stored = read_gguf(path, wanted)
         settings, folder = Settings(config, str(path)), path.parent
     else:
         settings = Settings(json_of(folder / "config.json"), str(folder / "config.json"))
@@ -87,7 +88,7 @@ def load(
     prepare(model, settings)
     if quantized:
         stored = keep_packed(model, stored)
-    _load_weights(path, kind, model, settings, stored, None if dtype is None else checked(dtype))
+    _load_weights(path, kind, model, settings, stored, wanted)
     if (folder / "generation_config.json").is_file():
         model.generation_config = json_of(folder / "generation_config.json")
     model.tokenizer = tokenizer_of(folder)
