@@ -292,6 +292,21 @@ def test_devices_without_a_kernel_leave_it_to_numpy(plain: Device) -> None:
 # Kernels
 
 
+@pytest.mark.parametrize("dtype", HALF_PRECISION)
+@pytest.mark.parametrize("length", [16, 20])
+def test_windows_in_half_precision(dtype: str, length: int) -> None:
+    """Rows of 20 scores end with items that are no vector, and are masked and rounded one by one."""
+    draw = np.random.default_rng(0).normal(size=(3, 1, 2, length, 16)).astype(HALF_PRECISION[dtype])
+    results = [
+        F.scaled_dot_product_attention(
+            *(ps.asarray(array, device=device) for array in draw), is_causal=True, window=5
+        )
+        for device in (None, "host")
+    ]
+    result, wanted = (tensor.numpy().astype(np.float32) for tensor in results)
+    assert np.abs(result - wanted).max() < 0.05
+
+
 def sources(shape: tuple[int, ...], dtype: Any, causal: bool) -> list[KernelSource]:
     batch, queries, keys, heads, width = shape
     lengths = (queries, keys, keys)

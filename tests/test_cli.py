@@ -272,6 +272,10 @@ def test_generate_reads_the_folders_of_hugging_face() -> None:
         penstock(*words, "--prompt", "300")
     Path("gpt2/tokenizer.json").write_bytes(Path("run/tokenizer.json").read_bytes())
     assert penstock(*words, "--prompt", "the").stdout.startswith("the")
+    Path("gpt2/generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    for command in ("generate", "serve"):
+        with pytest.raises(SettingError, match="stop tokens are token ids, and '</s>' was given"):
+            penstock(command, "gpt2", "--device", "host", *(["--port", "0"] if command == "serve" else []))
     with pytest.raises(CheckpointError, match="neither the folder of a run nor"):
         penstock("generate", "cache")
 

@@ -53,6 +53,12 @@ def drawn(logits: np.ndarray, setting: Sampling, count: int, seen: np.ndarray | 
     return result.ids.numpy()
 
 
+@pytest.mark.parametrize("temperature", [1e-38, 1e-45, 1e-300])
+def test_the_coldest_draw_takes_the_likeliest(temperature: float) -> None:
+    logits = np.array([-300.0, -2.5, 400.0, 399.99, -1.0])
+    assert set(drawn(logits, Sampling(temperature=temperature), 8)) == {2}
+
+
 def probabilities(logits: np.ndarray, setting: Sampling) -> np.ndarray:
     """By the definitions: temperature, then top_k, then top_p, then min_p."""
     scaled = logits / setting.temperature
@@ -260,15 +266,32 @@ def test_generation_config_is_the_default(model: LanguageModel) -> None:
         ([1], {"min_p": 2.0}, r"min_p is in \[0, 1\], and 2.0"),
         ([1], {"repetition_penalty": 0.0}, "a repetition_penalty is more than 0"),
         ([1], {"seed": [1, 2]}, "as many as prompts, 1"),
+        ([1], {"max_tokens": 2.5}, "max_tokens is an integer of 0 or more, and 2.5 was given"),
+        ([1], {"stop_tokens": "</s>"}, "stop tokens are token ids, and '</s>' was given"),
+        ([1], {"temperature": "hot"}, "temperature is a number, and 'hot' was given"),
     ],
 )
 def test_what_makes_no_sense_is_named(
     model: LanguageModel, prompts: Any, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        model.generate(prompts, 4, **options)
+        model.generate(prompts, **{"max_tokens": 4} | options)
     with pytest.raises(TypeError, match="there is no option 'top_q'; there are temperature"):
         model.generate([1], 4, top_q=1)
+
+
+@pytest.mark.parametrize("damaged", [{"do_sample": True, "top_p": "x"}, {"eos_token_id": [[2]]}])
+def test_a_damaged_generation_config_is_named(model: LanguageModel, damaged: dict[str, Any]) -> None:
+    model.generation_config = damaged
+    with pytest.raises(ValueError, match=r"top_p is a number, and 'x'|token ids, and \[\[2\]\] was given"):
+        model.generate([1], 4)
+    model.generation_config = {}
+
+
+def test_a_tensor_is_a_prompt_as_an_array_is(model: LanguageModel) -> None:
+    wanted = model.generate([2, 3], 5, temperature=0)
+    assert model.generate(ps.asarray([2, 3]), 5, temperature=0) == wanted
+    assert model.generate(ps.asarray([[2, 3]]), 5, temperature=0) == [wanted]
 
 
 # Programs and memory
@@ -462,6 +485,23 @@ def test_a_chat_template_makes_the_prompt(tmp_path: Path) -> None:
         tokenizer.chat([])
     with pytest.raises(CheckpointError, match="there is no chat template"):
         TextTokenizer(byte_level()).chat([])
+
+
+@pytest.mark.parametrize(
+    "damaged", [[1], {"chat_template": 5}, {"chat_template": ["x", {"name": "default"}]}], ids=str
+)
+def test_damaged_settings_of_a_tokenizer_are_named(damaged: Any, tmp_path: Path) -> None:
+    model = ps.models.build({**SIZES, "vocab_size": 258}, device="host")
+    model.tokenizer = TextTokenizer(byte_level())
+    model.save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(damaged))
+    with pytest.raises(CheckpointError, match=r"json is an object, not \[1\]|chat_template is a text, not"):
+        ps.models.load(tmp_path, device="host")
+
+
+def test_a_chat_template_may_fail_in_any_way() -> None:
+    with pytest.raises(CheckpointError, match=r"does not take these messages: .* by zero"):
+        TextTokenizer(byte_level(), template="{{ 1 // 0 }}").chat([])
 
 
 def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -96,6 +96,46 @@ def test_a_model_is_the_same_as_from_a_folder(case: str, tmp_path: Path) -> None
     assert np.abs(logits - exact).max() < 0.05, "weights are rounded to float16"
 
 
+def small(path: Path, **config: Any) -> gguf.GGUFWriter:
+    """A file of a Llama, to which metadata can be added."""
+    made = writer(path, {**cases.LLAMA, "num_hidden_layers": 1, **config})
+    model = ps.models.build({**cases.LLAMA, "num_hidden_layers": 1}, device="host")
+    for name, tensor in model.named_parameters():
+        made.add_tensor(renamed(model.weight_name(name)[0]), tensor.numpy() * 1e5)
+    return made
+
+
+def test_weights_have_all_bits_of_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
+    finish(small(tmp_path / "model.gguf"))
+    model = ps.models.load(tmp_path / "model.gguf", device="host", dtype="float32")
+    assert (model.norm.weight.numpy() == 1e5).all(), "float16 ends at 65504"
+
+
+def test_generation_stops_at_the_tokens_that_the_file_names(tmp_path: Path) -> None:
+    made = small(tmp_path / "model.gguf")
+    made.add_eos_token_id(7)
+    made.add_eot_token_id(9)
+    finish(made)
+    model = ps.models.load(tmp_path / "model.gguf", device="host", dtype="float32")
+    third = model.generate([3, 4], 3, temperature=0, stop_tokens=()).ids[2]
+    assert model.config["eos_token_id"] == [7, 9]
+    model.config = {**model.config, "eos_token_id": [third]}
+    assert model.generate([3, 4], 9, temperature=0).finish_reason == "stop"
+
+
+def test_rotary_positions_that_are_not_supported_are_named(tmp_path: Path) -> None:
+    made = small(tmp_path / "model.gguf")
+    made.add_rope_dimension_count(4)
+    finish(made)
+    with pytest.raises(CheckpointError, match="rotates 4 items of each head, and only whole heads"):
+        ps.models.load(tmp_path / "model.gguf")
+    made = small(tmp_path / "other.gguf")
+    made.add_rope_scaling_attn_factors(0.5)
+    finish(made)
+    with pytest.raises(CheckpointError, match=r"has a rope.scaling.attn_factor, which is not supported"):
+        ps.models.load(tmp_path / "other.gguf")
+
+
 def packed(kind: str, rows: int, columns: int) -> np.ndarray:
     """The bytes of a quantized tensor, with scales that are finite."""
     draw = np.random.default_rng(1)

@@ -13,7 +13,7 @@ from typing import Any
 import model_cases as cases
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import penstock as ps
 from penstock.errors import CheckpointError
@@ -192,9 +192,15 @@ def test_a_model_from_a_configuration_trains() -> None:
         ("llama", {"rms_norm_eps": "x"}, "rms_norm_eps is a number, not 'x'"),
         ("llama", {"rope_scaling": {"rope_type": "odd"}}, "rope_type is one of default, linear"),
         ("llama", {"rope_scaling": {"rope_type": "linear"}}, "rope_scaling lacks factor"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, "factor is a number of more than 0"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 1e-4}}, "scaling leaves no position"),
+        ("llama", {"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": 0}}, "beta_fast is a number"),
+        ("llama", {"rope_theta": -5}, "rope_theta is a number of more than 0, not -5"),
+        ("llama", {"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 4}}, "by zero"),
         ("llama", {"attention_bias": True}, "lacks the weight model.layers.0.self_attn.q_proj.bias"),
         ("qwen2", {"model_type": "llama"}, "has weights that the family llama does not: model.layers.0"),
         ("gemma3", {"layer_types": ["full_attention"]}, "layer_types is a list of 3 times"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is false, not True"),
     ],
     ids=str,
 )
@@ -204,6 +210,29 @@ def test_what_does_not_fit_is_named(case: str, change: dict[str, Any], message: 
     with pytest.raises(CheckpointError, match=message) as caught:
         ps.models.load(folder, device="host")
     assert str(folder) in str(caught.value)
+
+
+def built(case: str, *without: str, **change: Any) -> Any:
+    config = {key: value for key, value in cases.CONFIGS[case].items() if key not in without}
+    return ps.models.build(config | change, device="host")
+
+
+def test_a_configuration_without_a_key_means_what_transformers_has_by_default() -> None:
+    assert built("gemma2", "attn_logit_softcapping").sizes.softcap == 50
+    assert built("gemma2", "final_logit_softcapping").sizes.logit_softcap == 30
+    assert built("gemma2", attn_logit_softcapping=None).sizes.softcap is None
+    assert built("gemma3").sizes.softcap is None
+    without = built("gemma3", "rope_theta", "rope_local_base_freq").sizes.rotaries
+    assert without == built("gemma3", rope_theta=1e6, rope_local_base_freq=1e4).sizes.rotaries
+    assert built("mistral", "sliding_window").sizes.windows == (4096, 4096)
+    assert built("mistral", sliding_window=None).sizes.windows == (None, None)
+
+
+@pytest.mark.parametrize("key", ["mscale", "mscale_all_dim"])
+def test_one_magnitude_of_yarn_alone_says_nothing(key: str) -> None:
+    scaling = cases.CONFIGS["llama-yarn"]["rope_scaling"]
+    alone = built("llama", rope_scaling=scaling | {key: 0.7}).sizes.rotaries
+    assert alone == built("llama-yarn").sizes.rotaries, "as in transformers"
 
 
 def test_files_that_are_broken_are_named(tmp_path: Path) -> None:
@@ -231,6 +260,45 @@ def test_files_that_are_broken_are_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read"):
         ps.models.load(folder)
+
+
+def test_a_head_beside_a_tied_embedding_has_to_be_a_copy(tmp_path: Path) -> None:
+    folder = cases.write_folder(tmp_path, "qwen2", about("qwen2")["shapes"])
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    save_file(tensors, folder / "model.safetensors")
+    check_logits(ps.models.load(folder, device="host"), "qwen2")
+    head[60, 31] += 1
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lm_head.weight is no copy of the embedding, and by config"):
+        ps.models.load(folder, device="host")
+
+
+def test_matrices_of_several_dtypes_become_that_of_the_configuration(tmp_path: Path) -> None:
+    folder = cases.write_folder(tmp_path, "llama", about("llama")["shapes"])
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].astype(np.float16)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="weights of float16 and float32, and the dtype of"):
+        ps.models.load(folder, device="host")
+    for key in ("dtype", "torch_dtype"):
+        (folder / "config.json").write_text(json.dumps(cases.LLAMA | {key: "float32"}))
+        model = ps.models.load(folder, device="host")
+        assert {tensor.dtype for tensor in model.parameters()} == {ps.float32}
+        assert len(model.generate([3, 4], 5, temperature=0).ids) == 5
+    half = ps.models.load(folder, device="host", dtype="float16")
+    assert {tensor.dtype for tensor in half.parameters()} == {ps.float16}
+
+
+def test_a_loaded_model_has_no_dropout_until_it_is_trained(tmp_path: Path) -> None:
+    folder = cases.write_folder(tmp_path, "gpt2", about("gpt2")["shapes"])
+    # What every configuration has that transformers wrote.
+    (folder / "config.json").write_text(json.dumps(cases.CONFIGS["gpt2"] | {"resid_pdrop": 0.1}))
+    model = ps.models.load(folder, device="host")
+    check_logits(model, "gpt2")
+    ids = ps.asarray(cases.tokens(2, cases.LENGTH), device="host")
+    exact = model(ids).numpy()
+    assert np.abs(model.train()(ids).numpy() - exact).max() > 0.1
 
 
 def test_loading_has_no_second_copy_on_the_host(loaded: Load, monkeypatch: pytest.MonkeyPatch) -> None:

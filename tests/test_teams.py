@@ -84,10 +84,10 @@ def test_a_team_takes_the_buffers_of_all() -> None:
     assert team.source.text.count("PIECE void") == 2
 
 
-def layers(count: int, width: int, device: Device) -> Any:
+def layers(count: int, width: int, device: Device, dtype: str = "float32") -> Any:
     """A network of layers that are alike, of a few rows."""
     rng = np.random.default_rng(0)
-    drawn = rng.normal(size=(2 * count, width, width)).astype(np.float32) / 16
+    drawn = (rng.normal(size=(2 * count, width, width)) / 16).astype(dtype)
     weights = [ps.asarray(weight, device=device) for weight in drawn]
 
     def network(x: ps.Tensor) -> ps.Tensor:
@@ -139,9 +139,13 @@ def teams_of(jitted: Any) -> int:
     return sum(call.source.name.startswith("team_") for call in segment._calls)
 
 
-def test_layers_have_the_bits_of_separate_calls(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    network, rng = layers(6, 256, device), np.random.default_rng(1)
-    given = [ps.asarray(rows, device=device) for rows in rng.normal(size=(4, 2, 256)).astype(np.float32)]
+# Rows of 250 have items after their vectors, which float16 has functions of OpenCL for.
+@pytest.mark.parametrize(("dtype", "width"), [("float32", 256), ("float16", 250)])
+def test_layers_have_the_bits_of_separate_calls(
+    dtype: str, width: int, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network, rng = layers(6, width, device, dtype), np.random.default_rng(1)
+    given = [ps.asarray(rows, device=device) for rows in rng.normal(size=(4, 2, width)).astype(dtype)]
     together = ps.jit(network)
     results = [together(x).numpy() for _ in range(25) for x in given]
     assert teams_of(together) == 1

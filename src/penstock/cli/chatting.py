@@ -51,7 +51,10 @@ def chat(
     for line in _lines():
         messages.append({"role": "user", "content": line})
         ids = tokenizer.chat(messages)
-        answer = stream(piece.text for piece in network.stream(ids, tokens, **options))
+        try:
+            answer = stream(piece.text for piece in network.stream(ids, tokens, **options))
+        except ValueError as error:  # such as a damaged generation_config.json
+            raise SettingError(str(error)) from None
         messages.append({"role": "assistant", "content": answer})
 
 

@@ -91,8 +91,9 @@ def _loaded(folder: Path, slots: int, queue: int, memory: str | None) -> tuple[L
             raise SettingError(f"{folder} has no tokenizer.json, which serving text needs")
         try:
             engine = Engine(model, slots=slots, memory=memory, queue=queue)
+            # What cannot work fails here, not at the first request: such as a damaged generation_config.json.
+            engine.submit([0], max_tokens=2).result()
         except ValueError as error:
             raise SettingError(str(error)) from None
-        engine.submit([0], max_tokens=2).result()  # what cannot work fails here, not at the first request
         engine.prepare()
     return model, engine

@@ -7,6 +7,8 @@ from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from numbers import Integral
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -78,8 +80,8 @@ def _pieces(model: LanguageModel, sequences: list[TokenSequence]) -> Iterator[Pi
 
 def wanted_of(model: LanguageModel, max_tokens: int, options: Mapping[str, Any]) -> Wanted:
     """What options ask for; those that are not given are the model's."""
-    if max_tokens < 0:
-        raise ValueError(f"max_tokens is 0 or more, and {max_tokens} was given")
+    if not isinstance(max_tokens, Integral) or max_tokens < 0:  # no sequence has 2.5 tokens, and ends
+        raise ValueError(f"max_tokens is an integer of 0 or more, and {max_tokens!r} was given")
     unknown = sorted(set(options) - {*_SAMPLING, *_OWN})
     if unknown:
         raise TypeError(f"there is no option {unknown[0]!r}; there are {', '.join((*_SAMPLING, *_OWN))}")
@@ -98,9 +100,13 @@ def wanted_of(model: LanguageModel, max_tokens: int, options: Mapping[str, Any])
     tokens = options.get("stop_tokens")
     if tokens is None:
         tokens = defaults.get("eos_token_id", model.config.get("eos_token_id"))
-    tokens = [] if tokens is None else [tokens] if isinstance(tokens, int) else tokens
+    tokens = [] if tokens is None else [tokens] if isinstance(tokens, Integral) else tokens
+    try:
+        ends = frozenset(index(token) for token in tokens)
+    except TypeError:  # a text would end nothing
+        raise ValueError(f"stop tokens are token ids, and {tokens!r} was given") from None
     seed = _seeds(options.get("seed"), 1)[0]
-    return Wanted(max_tokens, Sampling(**chosen), seed, stop, frozenset(tokens))
+    return Wanted(max_tokens, Sampling(**chosen), seed, stop, ends)
 
 
 def _seeds(seed: int | Sequence[int] | None, count: int) -> list[int | None]:
@@ -117,7 +123,7 @@ def _prompts(prompts: Any) -> tuple[bool, list[Prompt]]:
     """Whether a single prompt was given, and a list of prompts."""
     if isinstance(prompts, str):
         return True, [prompts]
-    given = list(prompts)
+    given = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)  # a tensor's items are tensors
     if not given or isinstance(given[0], (int, np.integer)):
         return True, [given]
     return False, given

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from penstock.errors import CheckpointError
 from penstock.files import require_regular
+from penstock.graph.dtypes import DType
 from penstock.graph.quantization import SHIFTS
 from penstock.printable import shown
 
@@ -51,6 +52,8 @@ LAYER_NAMES = {
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 _BITS = {"Q4_0": 4, "Q8_0": 8}  # formats of blocks of 32 integers with a scale
 BLOCK = 32
+# Tokens after which nothing follows: of a text, and of a turn in a conversation.
+_ENDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
 _FACTORS = "rope_freqs.weight"  # by which Llama 3's frequencies are divided
 
 
@@ -65,12 +68,15 @@ class PackedTensor:
     scales: Callable[[], npt.NDArray[Any]] | None = None  # of each block of 32
 
     def array(self) -> npt.NDArray[Any]:
-        """Its values: bfloat16 if the file has weights of it, and else float16."""
+        """Its values: of the dtype that was asked for, or bfloat16 if the file has it, and else float16."""
         return self.read()
 
 
-def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, PackedTensor]]:
-    """The configuration of a file with Hugging Face's keys, and its tensors by Hugging Face's names."""
+def read_gguf(path: Path, dtype: DType | None = None) -> tuple[dict[str, Any], dict[str, PackedTensor]]:
+    """The configuration of a file with Hugging Face's keys, and its tensors by Hugging Face's names.
+
+    These are of `dtype`, or of 16 bits.
+    """
     try:
         import gguf
     except ImportError:
@@ -84,6 +90,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, PackedTensor]]:
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     kinds = {tensor.tensor_type.name for tensor in reader.tensors}
     half = ml_dtypes.bfloat16 if "BF16" in kinds else np.float16
+    half = half if dtype is None else dtype.numpy
     tensors: dict[str, PackedTensor] = {}
     for tensor in reader.tensors:
         match = _NAME.fullmatch(tensor.name)
@@ -127,6 +134,11 @@ def _config(path: Path, reader: Any) -> dict[str, Any]:
                 f"{family}.rope.scaling.original_context_length", config.get("max_position_embeddings")
             ),
         }
+    if fields.get(f"{family}.rope.scaling.attn_factor", 1) != 1:
+        raise CheckpointError(f"{path} has a rope.scaling.attn_factor, which is not supported")
+    ends = [fields[name] for name in _ENDS if isinstance(fields.get(name), int)]
+    if ends:
+        config["eos_token_id"] = ends
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     if _FACTORS in tensors:
         factors = [float(factor) for factor in tensors[_FACTORS].data]
@@ -143,6 +155,11 @@ def _config(path: Path, reader: Any) -> dict[str, Any]:
     missing = [key for key in (*_SIZES.values(), "vocab_size") if key not in config]
     if set(missing) - {"head_dim", "rope_theta"}:
         raise CheckpointError(f"{path} lacks the metadata of {', '.join(missing)}")
+    rotated, size = fields.get(f"{family}.rope.dimension_count"), config.get("head_dim")
+    if isinstance(rotated, int) and (
+        rotated * config["num_attention_heads"] != config["hidden_size"] if size is None else rotated != size
+    ):
+        raise CheckpointError(f"{path} rotates {rotated} items of each head, and only whole heads can be")
     return config
 
 

@@ -47,6 +47,8 @@ def architecture_of(settings: Settings, **variants: Any) -> Architecture:
     if "rotaries" not in variants:
         variants["rotaries"] = (rotary_of(settings, head_size, context),) * layers
     variants["context"] = max(rotary.context for rotary in variants["rotaries"])
+    if not variants["context"]:  # a factor of rotary positions may divide it
+        raise CheckpointError(f"{settings.where}: the factor of its rotary scaling leaves no position")
     return Architecture(**sizes | variants)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import CheckpointError
@@ -18,7 +19,7 @@ from penstock.models.quantized import keep_packed, prepare
 from penstock.models.registry import Family, configured, family_of
 from penstock.models.settings import Settings, json_of
 from penstock.models.tokenizing import tokenizer_of
-from penstock.models.weights import stored_tensors
+from penstock.models.weights import StoredTensor, stored_tensors
 from penstock.nn.layers import Where
 from penstock.nn.state import assign
 from penstock.tensor.core import Tensor, from_numpy
@@ -27,6 +28,10 @@ from penstock.tensor.dtypes import checked
 _LAYER = re.compile(r"\.(\d{1,6})\.")
 # Tensors that older files have beside the weights: masks, and frequencies.
 _NO_WEIGHT = re.compile(r".*(\.attn\.(masked_)?bias|\.rotary_emb\.inv_freq)")
+
+
+_HEAD = "lm_head.weight"
+_ROWS = 4096  # of a matrix that are compared at a time
 
 
 class Stored(Protocol):
@@ -51,9 +56,11 @@ def load(
     """The model in a folder with `config.json` and safetensors files, as Hugging Face has it, or a GGUF file.
 
     The folder of a run of `penstock train` gives the model of its last checkpoint. Otherwise weights
-    go from the mapped files to the device one after another, in the dtype of the files, or in
-    `dtype`. Where there are `tokenizer.json` and `generation_config.json`, the model has them too. `adapter`
-    is a folder with LoRA adapters in PEFT's layout, which stay beside the weights; see `merge_lora`.
+    go from the mapped files to the device one after another, in the dtype of the files (that of the
+    configuration, where matrices have several), or in `dtype`. Where there are `tokenizer.json` and
+    `generation_config.json`, the model has them too. `adapter` is a folder with LoRA adapters in PEFT's
+    layout, which stay beside the weights; see `merge_lora`. The model is in evaluation mode, as in
+    transformers: `model.train()` before training with dropout, which `ps.Trainer` calls itself.
 
     `quantized`: what is Q4_0 or Q8_0 in a GGUF file stays so on the device, and everything else is
     dequantized. A folder is loaded as it was saved, and `ps.quantize` quantizes what it holds.
@@ -66,9 +73,10 @@ def load(
 
         model = load_run(path, device)
         return _adapted(model if dtype is None else model.to(checked(dtype)), path, adapter)
+    wanted = None if dtype is None else checked(dtype)
     stored: Mapping[str, Stored]
     if path.suffix == ".gguf":
-        config, stored = read_gguf(path)
+        config, stored = read_gguf(path, wanted)
         settings, folder = Settings(config, str(path)), path.parent
     else:
         settings = Settings(json_of(folder / "config.json"), str(folder / "config.json"))
@@ -80,7 +88,7 @@ def load(
     prepare(model, settings)
     if quantized:
         stored = keep_packed(model, stored)
-    _load_weights(path, kind, model, stored, None if dtype is None else checked(dtype))
+    _load_weights(path, kind, model, settings, stored, wanted)
     if (folder / "generation_config.json").is_file():
         model.generation_config = json_of(folder / "generation_config.json")
     model.tokenizer = tokenizer_of(folder)
@@ -88,11 +96,11 @@ def load(
 
 
 def _adapted(model: LanguageModel, path: Path, adapter: str | Path | None) -> LanguageModel:
-    """A model that was loaded from a path, with its adapters."""
+    """A model that was loaded from a path, with its adapters, in evaluation mode."""
     model.source = path.absolute()
     if adapter is not None:
         load_lora(model, Path(adapter))
-    return model
+    return model.eval()
 
 
 def _check_layers(folder: Path, kind: Family, settings: Settings, stored: Mapping[str, Stored]) -> None:
@@ -109,6 +117,7 @@ def _load_weights(
     folder: Path,
     kind: Family,
     model: LanguageModel,
+    settings: Settings,
     stored: Mapping[str, Stored],
     dtype: DType | None,
 ) -> None:
@@ -130,13 +139,51 @@ def _load_weights(
         used.add(theirs)
         sources.append((tensor, stored[theirs], transposed))
     beyond = sorted(name for name in stored if name not in used and not _NO_WEIGHT.fullmatch(name))
-    beyond = [name for name in beyond if name != "lm_head.weight"]  # a copy, where the head is the embedding
+    if _HEAD in beyond:  # where the head is the embedding
+        _check_head(folder, model, stored[_HEAD], sources)
+        beyond.remove(_HEAD)
     if beyond:
         raise CheckpointError(
             f"{folder} has weights that the family {kind.model_type} does not: {', '.join(beyond[:3])}"
         )
+    dtype = _common_dtype(folder, settings, sources) if dtype is None else dtype
     for tensor, source, transposed in sources:
         array = source.array().T if transposed else source.array()
         convert = dtype is not None and tensor.dtype.kind == "f"
         given = array.astype(dtype.numpy) if dtype is not None and convert else array
         assign(tensor, from_numpy(given, tensor.device))
+
+
+def _common_dtype(
+    folder: Path, settings: Settings, sources: Sequence[tuple[Tensor, Stored, bool]]
+) -> DType | None:
+    """That of the configuration, as in transformers, where matrices have several."""
+    files = [source for _, source, _ in sources if isinstance(source, StoredTensor) and len(source.shape) > 1]
+    kinds = sorted({str(file.numpy_dtype) for file in files if file.dtype in ("F64", "F32", "F16", "BF16")})
+    if len(kinds) < 2:
+        return None
+    name = settings.values.get("dtype") or settings.values.get("torch_dtype")  # of older configurations
+    if name not in kinds:
+        raise CheckpointError(
+            f"{folder} has weights of {' and '.join(kinds)}, and the dtype of config.json is none of these; "
+            f"ps.models.load(folder, dtype={kinds[0]!r}) converts all"
+        )
+    return checked(name)
+
+
+def _check_head(
+    folder: Path, model: LanguageModel, head: Stored, sources: Sequence[tuple[Tensor, Stored, bool]]
+) -> None:
+    """Raise unless a head that is not used is a copy of the embedding."""
+    embedding = next((source for tensor, source, _ in sources if tensor is model.head_weight), None)
+    if embedding is None:  # a quantized copy of it is the head
+        return
+    starts = range(0, embedding.shape[0], _ROWS)
+    one, other = head.array(), embedding.array()
+    if one.shape != other.shape or not all(
+        np.array_equal(one[start : start + _ROWS], other[start : start + _ROWS]) for start in starts
+    ):
+        raise CheckpointError(
+            f"{folder} does not hold a model of its own configuration: {_HEAD} is no copy of the embedding, "
+            f"and by config.json (tie_word_embeddings) it is"
+        )

@@ -11,7 +11,8 @@ from penstock.nn.layers import Where
 
 @family("mistral", architecture="MistralForCausalLM")
 def mistral(settings: Settings, device: Where) -> Transformer:
-    """The model of a configuration; later versions of Mistral have no window."""
-    window = settings.integer("sliding_window") if settings.has("sliding_window") else None
+    """The model of a configuration; later versions of Mistral have no window: it is null."""
+    windowed = settings.has("sliding_window") or "sliding_window" not in settings.values
+    window = settings.integer("sliding_window", 4096) if windowed else None
     layers = settings.integer("num_hidden_layers")
     return Transformer(architecture_of(settings, windows=(window,) * layers), device)

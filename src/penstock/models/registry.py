@@ -76,7 +76,7 @@ def configured(kind: Family, settings: Settings, device: Where) -> LanguageModel
     try:
         with undrawn():
             model = kind.build(settings, device)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, ArithmeticError) as error:
         raise CheckpointError(
             f"{settings.where} does not describe a model of the family {kind.model_type}: {error}"
         ) from None

@@ -68,8 +68,12 @@ def rotated(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     return astype(turned, x.dtype)
 
 
-def rotary_of(settings: Settings, head_size: int, context: int, kind: str = "") -> Rotary:
+def rotary_of(
+    settings: Settings, head_size: int, context: int, kind: str = "", usual: float = 10000.0
+) -> Rotary:
     """The rotary embedding of a configuration; `kind`: that of these layers, where they differ.
+
+    `usual` is the base where the configuration has none.
 
     Version 5 of transformers has all of it in `rope_parameters`, older ones in `rope_theta` and
     `rope_scaling`.
@@ -78,7 +82,7 @@ def rotary_of(settings: Settings, head_size: int, context: int, kind: str = "") 
     if kind and parameters.has(kind):
         parameters = parameters.part(kind)
     scaling = parameters if parameters.values else settings.part("rope_scaling")
-    base = parameters.number("rope_theta", settings.number("rope_theta", 10000.0))
+    base = parameters.positive("rope_theta", settings.positive("rope_theta", usual))
     name = scaling.values.get("rope_type", scaling.values.get("type", "default"))
     if name not in _SCALINGS:
         raise scaling.error("rope_type", f"one of {', '.join(_SCALINGS)}")
@@ -94,13 +98,13 @@ def plain(base: float, head_size: int, context: int) -> Rotary:
 
 
 def _linear(rotary: Rotary, base: float, scaling: Settings) -> Rotary:
-    factor = scaling.number("factor")
+    factor = scaling.positive("factor")
     frequencies = tuple(frequency / factor for frequency in rotary.frequencies)
     return replace(rotary, frequencies=frequencies, context=int(rotary.context * factor))
 
 
 def _dynamic(rotary: Rotary, base: float, scaling: Settings) -> Rotary:
-    factor = scaling.number("factor")
+    factor = scaling.positive("factor")
     return replace(rotary, length=rotary.context, growth=factor, context=int(rotary.context * factor))
 
 
@@ -108,13 +112,13 @@ def _yarn(rotary: Rotary, base: float, scaling: Settings) -> Rotary:
     """High frequencies stay, low ones are divided, and those between are blended."""
     size = 2 * len(rotary.frequencies)
     length = scaling.integer("original_max_position_embeddings", rotary.context)
-    factor = scaling.number("factor", rotary.context / length)
+    factor = scaling.positive("factor", rotary.context / length)
 
     def turning(times: float) -> float:
         """The pair that turns so many times along the original context."""
         return size * math.log(length / (times * 2 * math.pi)) / (2 * math.log(base))
 
-    low, high = turning(scaling.number("beta_fast", 32.0)), turning(scaling.number("beta_slow", 1.0))
+    low, high = turning(scaling.positive("beta_fast", 32.0)), turning(scaling.positive("beta_slow", 1.0))
     if scaling.boolean("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, size - 1)
@@ -126,9 +130,9 @@ def _yarn(rotary: Rotary, base: float, scaling: Settings) -> Rotary:
     amplitude = scaling.optional_number("attention_factor")
     if amplitude is None:
         above, below = scaling.optional_number("mscale"), scaling.optional_number("mscale_all_dim")
-        amplitude = _magnitude(factor, above or 1.0) if not (above and below) else 1.0
-        if above and below:
-            amplitude = _magnitude(factor, above) / _magnitude(factor, below)
+        if not (above and below):  # one of them alone says nothing, as in transformers
+            above, below = 1.0, 0.0
+        amplitude = _magnitude(factor, above) / _magnitude(factor, below)
     longest = max(rotary.context, int(length * factor))
     return replace(rotary, frequencies=tuple(blended), amplitude=amplitude, context=longest)
 
@@ -140,7 +144,7 @@ def _magnitude(factor: float, weight: float) -> float:
 def _llama3(rotary: Rotary, base: float, scaling: Settings) -> Rotary:
     """Long wavelengths are divided, short ones stay, and those between are blended."""
     length = scaling.integer("original_max_position_embeddings")
-    factor = scaling.number("factor")
+    factor = scaling.positive("factor")
     low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
     if not low < high:
         raise scaling.error("high_freq_factor", "more than low_freq_factor")
@@ -156,7 +160,7 @@ def _longrope(rotary: Rotary, base: float, scaling: Settings) -> Rotary:
     """Factors of each pair, others for sequences that are longer than the original context."""
     half = len(rotary.frequencies)
     length = scaling.integer("original_max_position_embeddings", rotary.context)
-    factor = scaling.number("factor", rotary.context / length)
+    factor = scaling.positive("factor", rotary.context / length)
     amplitude = scaling.optional_number("attention_factor")
     if amplitude is None:
         amplitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))

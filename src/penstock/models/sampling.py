@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +31,7 @@ from penstock.tensor.searching import sort
 
 MOST_TOP = 20  # likeliest tokens whose log-probabilities can be asked for, as in OpenAI's interface
 _ALL = 1 << 30  # top_k of those that have none
+_COLDEST = 1e-30  # logits divided by a lower temperature would be infinite; it takes the likeliest as well
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,9 @@ class Sampling:
     top_logprobs: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+            if not isinstance(value := getattr(self, name), Real | None):  # as in a damaged file
+                raise ValueError(f"{name} is a number, and {value!r} was given")
         if not self.temperature >= 0:
             raise ValueError(f"a temperature is 0 or more, and {self.temperature} was given")
         if self.top_k is not None and self.top_k < 1:
@@ -108,7 +113,7 @@ def numbers_of(settings: Sequence[Sampling], rows: int = 0) -> npt.NDArray[np.fl
     """
     numbers = [
         (
-            setting.temperature,
+            max(setting.temperature, _COLDEST) if setting.temperature else 0.0,
             float(min(setting.top_k or _ALL, _ALL)),
             setting.top_p or 1.0,
             math.log(setting.min_p) if setting.min_p else -math.inf,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,13 +39,20 @@ class Settings:
     def number(self, name: str, default: float | None = None) -> float:
         """A number."""
         value = self._value(name, default)
-        if type(value) not in (int, float):
+        if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
             raise self.error(name, "a number")
         return float(value)
 
-    def optional_number(self, name: str) -> float | None:
-        """A number, or None where it is null or missing."""
-        return self.number(name) if self.has(name) else None
+    def positive(self, name: str, default: float | None = None) -> float:
+        """A number of more than 0."""
+        value = self.number(name, default)
+        if value <= 0:
+            raise self.error(name, "a number of more than 0")
+        return value
+
+    def optional_number(self, name: str, missing: float | None = None) -> float | None:
+        """A number, or None where it is null; `missing` where it is not there."""
+        return self.number(name) if self.has(name) else None if name in self.values else missing
 
     def numbers(self, name: str, count: int) -> list[float]:
         """A list of numbers."""

@@ -15,6 +15,8 @@ from penstock.data import Tokenizer, load_tokenizer
 from penstock.data.tokenizer import TextStream
 from penstock.errors import CheckpointError
 from penstock.files import atomic_file, parse_json, read_text
+from penstock.models.settings import json_of
+from penstock.printable import shown
 
 if TYPE_CHECKING:
     import tokenizers
@@ -90,7 +92,7 @@ def tokenizer_of(folder: Path) -> TextTokenizer | Tokenizer | None:
         if isinstance(state := parse_json(content), dict) and "type" in state:
             return load_tokenizer(path)  # of a run
         if (folder / SETTINGS).is_file():
-            settings = parse_json(read_text(folder / SETTINGS))
+            settings = json_of(folder / SETTINGS)
         template = read_text(folder / TEMPLATE) if (folder / TEMPLATE).is_file() else _template(settings)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"the tokenizer in {folder} cannot be read: {error}") from None
@@ -107,12 +109,15 @@ def _template(settings: Mapping[str, Any]) -> str:
     """The chat template in the settings; if there are several, the one that is called `default`."""
     given = settings.get("chat_template") or ""
     if isinstance(given, list):
-        given = next((item["template"] for item in given if item.get("name") == "default"), "")
-    return str(given)
+        named = [item for item in given if isinstance(item, dict)]
+        given = next((item.get("template") for item in named if item.get("name") == "default"), "")
+    if not isinstance(given, str):
+        raise ValueError(f"chat_template is a text, not {shown(given)}")
+    return given
 
 
 def _content(token: Any) -> str:
-    return str(token["content"] if isinstance(token, dict) else token or "")
+    return str(token.get("content", "") if isinstance(token, dict) else token or "")
 
 
 def _rendered(template: str, values: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> str:
@@ -135,5 +140,5 @@ def _rendered(template: str, values: Mapping[str, Any], messages: Sequence[Mappi
     }
     try:
         return environment.from_string(template).render(messages=list(messages), **values)
-    except TemplateError as error:
+    except Exception as error:  # a template is a program, and may fail in any way
         raise CheckpointError(f"the chat template does not take these messages: {error}") from None

@@ -92,6 +92,9 @@ class CPrinter(Printer):
 
     def define(self, statement: ir.Let | ir.Declare) -> list[str]:
         value = statement.value
+        # The name may have been that of another value, such as in the loop over vectors before this one.
+        for stored in ("float16", "bfloat16"):
+            self._rounded.pop((statement.name, stored), None)
         if isinstance(value, ir.Call) and value.operation.startswith("round_"):
             self._rounded[statement.name, value.operation.removeprefix("round_")] = value.inputs[0]
         return self.define_value(statement)

@@ -89,6 +89,25 @@ static inline float8 round_half8(float8 x) {
 static inline float16 round_half16(float16 x) {
     return from_halves_16(to_halves_16(x));
 }
+#if __OPENCL_C_VERSION__ == 200  // of kernels with counters; there PoCL 3.0 has these for variables alone
+#define HALVES_IN(SPACE) \\
+static inline __attribute__((overloadable)) float half_at(size_t index, const SPACE half *from) { \\
+    ushort u = ((const SPACE ushort *)from)[index]; \\
+    return vload_half(0, (half *)&u); \\
+} \\
+static inline __attribute__((overloadable)) void put_half(float x, size_t index, SPACE half *to) { \\
+    ushort u; \\
+    vstore_half(x, 0, (half *)&u); \\
+    ((SPACE ushort *)to)[index] = u; \\
+}
+HALVES_IN(__global)
+HALVES_IN(__local)
+HALVES_IN(__private)
+#undef vload_half
+#undef vstore_half
+#define vload_half half_at
+#define vstore_half put_half
+#endif
 """
 # Vectors in memory with the alignment of their items. PoCL calls vload8 and convert_int8 as functions, which
 # costs more than their work; these are plain instructions.
