@@ -98,6 +98,10 @@ def fmod(x1: Any, x2: Any, /) -> Tensor:
     [1, -1]
     """
     dividend, divisor = operands(x1, x2, name="fmod")
+    if dividend.dtype.kind in "iu":  # the least integer has no size
+        rest = arithmetic.remainder(dividend, divisor)
+        signs_differ = arithmetic.not_equal(less(rest, 0), less(dividend, 0))
+        return where(logical_and(arithmetic.not_equal(rest, 0), signs_differ), subtract(rest, divisor), rest)
     size = arithmetic.remainder(abs_(dividend), abs_(divisor))
     return where(less(dividend, 0), -size, size)
 
