@@ -210,3 +210,21 @@ def test_remainders_of_the_ends_of_a_dtype(dtype: str) -> None:
     with np.errstate(all="ignore"):
         expected = np.fmod(x, y)
     assert ps.fmod(ps.asarray(x), ps.asarray(y)).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_closeness_of_the_ends_of_a_dtype(dtype: str) -> None:
+    ends = np.iinfo(dtype)
+    numbers = np.array([ends.min, ends.min + 1, 0, 1, 3, 5, ends.max - 1, ends.max], dtype)
+    x, y = (array.ravel() for array in np.meshgrid(numbers, numbers))
+    distance = np.abs(x.astype(object) - y.astype(object))
+    for limits in (
+        {"rtol": 0, "atol": 0},
+        {"rtol": 0, "atol": 2},
+        {"rtol": 0.5, "atol": 1},
+        {"rtol": 3, "atol": 2},
+    ):
+        close = (distance <= limits["atol"] + limits["rtol"] * np.abs(y.astype(object))).tolist()
+        assert ps.isclose(ps.asarray(x), ps.asarray(y), **limits).tolist() == close, limits
+        assert ps.isclose(ps.asarray(x), int(ends.max), **limits).tolist()[-8:] == close[-8:], limits
+    assert not ps.allclose(ps.asarray(x), ps.asarray(y))
