@@ -188,3 +188,43 @@ def test_the_gradients_at_the_origin_are_0_and_right_beside_it(name: str) -> Non
     for tensor, slope in zip((x, y), expected, strict=True):
         assert tensor.grad is not None
         np.testing.assert_allclose(tensor.grad.numpy(), [0, *slope], rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_running_extremes_know_the_ends_of_a_dtype(dtype: str) -> None:
+    ends = np.iinfo(dtype)
+    array = np.array([3, ends.max, 3, 2, ends.min, 1, ends.min, ends.max], dtype)
+    x = ps.asarray(array)
+    assert ps.cummin(x, 0).values.tolist() == np.minimum.accumulate(array).tolist()
+    assert ps.cummax(x, 0).values.tolist() == np.maximum.accumulate(array).tolist()
+    assert ps.cummin(x, 0).indices.tolist() == [0, 0, 2, 3, 4, 4, 6, 6]  # of equal items the last
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_remainders_of_the_ends_of_a_dtype(dtype: str) -> None:
+    ends = np.iinfo(dtype)
+    numbers = np.unique(np.array([ends.min, ends.min + 1, 0, 1, 2, 3, 7, ends.max - 1, ends.max], dtype))
+    if dtype[0] == "i":
+        numbers = np.concatenate([numbers, -numbers])
+    x, y = (array.ravel() for array in np.meshgrid(numbers, numbers))
+    with np.errstate(all="ignore"):
+        expected = np.fmod(x, y)
+    assert ps.fmod(ps.asarray(x), ps.asarray(y)).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_closeness_of_the_ends_of_a_dtype(dtype: str) -> None:
+    ends = np.iinfo(dtype)
+    numbers = np.array([ends.min, ends.min + 1, 0, 1, 3, 5, ends.max - 1, ends.max], dtype)
+    x, y = (array.ravel() for array in np.meshgrid(numbers, numbers))
+    distance = np.abs(x.astype(object) - y.astype(object))
+    for limits in (
+        {"rtol": 0, "atol": 0},
+        {"rtol": 0, "atol": 2},
+        {"rtol": 0.5, "atol": 1},
+        {"rtol": 3, "atol": 2},
+    ):
+        close = (distance <= limits["atol"] + limits["rtol"] * np.abs(y.astype(object))).tolist()
+        assert ps.isclose(ps.asarray(x), ps.asarray(y), **limits).tolist() == close, limits
+        assert ps.isclose(ps.asarray(x), int(ends.max), **limits).tolist()[-8:] == close[-8:], limits
+    assert not ps.allclose(ps.asarray(x), ps.asarray(y))

@@ -465,6 +465,15 @@ def test_long_axes_are_right(real: Device, rows: int) -> None:
     np.testing.assert_array_equal(found_sums, [a[index == row].sum(0) for row in range(5)])
 
 
+@pytest.mark.parametrize("dtype", ["int32", "uint32", "float32"])
+def test_columns_of_numbers_beside_those_of_truth_values(real: Device, dtype: str) -> None:
+    a = np.random.default_rng(0).integers(0, 2, (257, 130)).astype(dtype)
+    x = ps.asarray(a, device=real)
+    result = realized(real, ps.max(x, axis=0), ps.any(x, axis=0), ps.min(x, axis=0), ps.all(x, axis=0))
+    for value, expected in zip(result, [a.max(0), a.any(0), a.min(0), a.all(0)], strict=True):
+        np.testing.assert_array_equal(value, expected)
+
+
 def sources_of(node: Node, capabilities: Capabilities) -> Sequence[KernelSource]:
     written = write(only(node), capabilities, "test")
     assert written is not None

@@ -12,6 +12,7 @@ from penstock.tensor import dtypes
 from penstock.tensor.arguments import integer, of_tensor
 from penstock.tensor.arithmetic import (
     add,
+    bitwise_invert,
     divide,
     equal,
     exp,
@@ -264,8 +265,6 @@ def cummin(x: Tensor, /, axis: int) -> Ordered:
     >>> ps.cummin(ps.asarray([3, 1, 2]), 0).values.tolist()
     [3, 1, 1]
     """
-    if x.dtype.kind == "u":
-        raise TypeError(f"cummin does not take {x.dtype}; convert it to a signed integer")
     return _cumulative(x, axis, "cummin")
 
 
@@ -276,7 +275,9 @@ def _cumulative(x: Tensor, axis: int, name: str) -> Ordered:
         return _alone(x)
     (axis,) = axes_of(x, axis, name)
     plain = x.detach() if x.requires_grad else x
-    keys = negative(plain) if name == "cummin" else plain
+    keys = plain
+    if name == "cummin":  # the least integer has no negative
+        keys = negative(plain) if x.dtype.kind == "f" else bitwise_invert(plain)
     shape = tuple(n if a == axis else 1 for a, n in enumerate(x.shape))
     positions = reshape(arange(x.shape[axis], device=x.device), shape)
     best = equal(keys, _running(keys, axis))

@@ -105,14 +105,21 @@ def fmod(x1: Any, x2: Any, /) -> Tensor:
     [1, -1]
     """
     dividend, divisor = operands(x1, x2, name="fmod")
+    if dividend.dtype.kind in "iu":  # the least integer has no size
+        rest = arithmetic.remainder(dividend, divisor)
+        signs_differ = arithmetic.not_equal(less(rest, 0), less(dividend, 0))
+        return where(logical_and(arithmetic.not_equal(rest, 0), signs_differ), subtract(rest, divisor), rest)
+    is_below = arithmetic.signbit(dividend)
     # Not of `abs(dividend)`, whose gradient is 0 at 0.
-    is_below = arithmetic.signbit(dividend) if dividend.dtype.kind == "f" else less(dividend, 0)
     size = arithmetic.remainder(where(is_below, -dividend, dividend), abs_(divisor))
     return where(is_below, -size, size)
 
 
 def _size(x: Any) -> Any:
-    return abs_(x) if isinstance(x, Tensor) else abs(x)
+    """The size of a number; of integers in float32, as the least of a dtype has none in it."""
+    if not isinstance(x, Tensor):
+        return abs(x)
+    return abs_(astype(x, dtypes.float32) if x.dtype.kind in "iu" else x)
 
 
 @of_tensor
@@ -232,7 +239,7 @@ def isclose(
 
 
 def _close(x1: Any, x2: Any, rtol: Any, atol: Any, equal_nan: bool) -> Tensor:
-    distance = abs_(subtract(x1, x2))
+    distance = _distance(x1, x2)
     reach = add(atol, multiply(rtol, _size(x2))) if isinstance(x2, Tensor) else atol + rtol * abs(x2)
     finite = isfinite(distance)  # infinities are close only to equal infinities
     close = logical_or(equal(x1, x2), logical_and(finite, arithmetic.less_equal(distance, reach)))
@@ -240,6 +247,15 @@ def _close(x1: Any, x2: Any, rtol: Any, atol: Any, equal_nan: bool) -> Tensor:
         return close
     both = [isnan(x) if isinstance(x, Tensor) else math.isnan(x) for x in (x1, x2)]
     return logical_or(close, logical_and(*both))
+
+
+def _distance(x1: Any, x2: Any) -> Tensor:
+    difference = subtract(x1, x2)
+    if difference.dtype.kind not in "iu":
+        return abs_(difference)
+    # May be beyond the dtype: its bits are those of an unsigned integer.
+    difference = subtract(arithmetic.maximum(x1, x2), arithmetic.minimum(x1, x2))
+    return astype(difference, dtypes.checked(f"uint{8 * difference.dtype.itemsize}"))
 
 
 _close_values, _are_all = composite(_close), composite(all_)

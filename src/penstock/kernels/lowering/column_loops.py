@@ -96,13 +96,12 @@ class ColumnLoops(LoopNest):
         arrays: dict[str, str] = {}  # by dtype; the sums of a dtype share an array
         for node, name in names.items():
             dtype = computed_dtype(node)
-            stored = "int32" if dtype == "bool" else dtype
-            if stored in arrays:
+            if dtype in arrays:
                 result.append(ir.Barrier())
             else:
-                arrays[stored] = self.emitter.local_array("across", stored, threads * self.lanes)
+                arrays[dtype] = self.emitter.local_array("across", dtype, threads * self.lanes)
             target, counts = ir.Var(name, ir.Type(dtype, self.lanes)), (ir.Const(abreast), ir.Const(threads))
-            result.append(ir.StridedReduce(target, node.primitive.name, arrays[stored], *counts))
+            result.append(ir.StridedReduce(target, node.primitive.name, arrays[dtype], *counts))
         return result
 
     def _one_by_one(self, names: dict[Node, str], abreast: int, threads: int) -> list[ir.Statement]:
