@@ -249,6 +249,22 @@ def test_generation_config_is_the_default(model: LanguageModel) -> None:
     likeliest = by_whole_model(model, [2, 3], 5)
     assert model.generate([2, 3], 5).ids == likeliest
     assert model.generate([2, 3], 40, temperature=3.0, top_k=40, seed=1).ids[:5] != likeliest
+    model.generation_config = {"repetition_penalty": 5.0}
+    penalized = model.generate([2, 3], 20, temperature=0).ids
+    assert penalized != model.generate([2, 3], 20, temperature=0, repetition_penalty=1.0).ids
+    model.generation_config = {}
+    assert penalized == model.generate([2, 3], 20, temperature=0, repetition_penalty=5.0).ids
+
+
+def test_settings_of_generation_that_are_not_followed_are_named(model: LanguageModel, tmp_path: Path) -> None:
+    harmless = {"no_repeat_ngram_size": 0, "num_beams": 1, "suppress_tokens": None, "max_length": 20}
+    model.generation_config = harmless
+    model.save(tmp_path / "plain")
+    ps.models.load(tmp_path / "plain")  # without a warning
+    model.generation_config = {**harmless, "no_repeat_ngram_size": 3, "suppress_tokens": [7]}
+    model.save(tmp_path / "other")
+    with pytest.warns(ps.errors.PenstockWarning, match="not follow suppress_tokens, no_repeat_ngram_size of"):
+        ps.models.load(tmp_path / "other")
     model.generation_config = {}
 
 

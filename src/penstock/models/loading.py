@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, PenstockWarning
 from penstock.graph.dtypes import DType
 from penstock.models.gguf import read_gguf
 from penstock.models.lora import load_lora
@@ -28,9 +29,17 @@ from penstock.tensor.dtypes import checked
 _LAYER = re.compile(r"\.(\d{1,6})\.")
 # Tensors that older files have beside the weights: masks, and frequencies.
 _NO_WEIGHT = re.compile(r".*(\.attn\.(masked_)?bias|\.rotary_emb\.inv_freq)")
-
-
 _HEAD = "lm_head.weight"
+# Settings of generation that are not followed, and the values with which they change nothing.
+_IGNORED = {
+    **dict.fromkeys(("bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens")),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
+    **dict.fromkeys(("guidance_scale", "encoder_repetition_penalty", "typical_p"), 1.0),
+    **dict.fromkeys(
+        ("no_repeat_ngram_size", "min_length", "min_new_tokens", "epsilon_cutoff", "eta_cutoff"), 0
+    ),
+    "num_beams": 1,
+}
 _ROWS = 4096  # of a matrix that are compared at a time
 
 
@@ -91,8 +100,22 @@ def load(
     _load_weights(path, kind, model, settings, stored, wanted)
     if (folder / "generation_config.json").is_file():
         model.generation_config = json_of(folder / "generation_config.json")
+        _tell_what_is_ignored(folder, model.generation_config)
     model.tokenizer = tokenizer_of(folder)
     return _adapted(model, path, adapter)
+
+
+def _tell_what_is_ignored(folder: Path, config: Mapping[str, Any]) -> None:
+    """Warn of settings of generation that other libraries follow, and that change tokens."""
+    ignored = [
+        name for name in _IGNORED if config.get(name, _IGNORED[name]) not in (None, _IGNORED[name], [])
+    ]
+    if ignored:
+        warnings.warn(
+            f"generation does not follow {', '.join(ignored)} of {folder / 'generation_config.json'}",
+            PenstockWarning,
+            stacklevel=4,
+        )
 
 
 def _adapted(model: LanguageModel, path: Path, adapter: str | Path | None) -> LanguageModel:
