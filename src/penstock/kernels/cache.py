@@ -56,6 +56,7 @@ class KernelCache:
         lowering = write(group, can, digest(repr((key, varied))), varied)
         if lowering is None or lowering.function is not None:
             return lowering
+        # A GPU's loops serve many sizes as they are.
         is_other = group.kind.has_varied_kernel and (can.vector_width > 1 or not group.kind.has_loops)
         if is_other and before == MOST_WRITTEN_OUT - 1:
             compared = write(group, can, digest(repr((key, True))), varied=True)  # with the next shape

@@ -95,7 +95,9 @@ class Partials:
             return [*before, *emitter.leave()]
 
         strip = _STRIP if length >= _LONG or any_length else LANES
-        strips, vectors = length // strip * strip if length >= _LONG else 0, length // LANES * LANES
+        strips, vectors = length // strip * strip, length // LANES * LANES
+        if any_length and length < _LONG:
+            strips = 0  # such rows have no strips
         result: list[ir.For] = []
         start = 0
         if strip > lanes and (strips or any_length):
