@@ -647,3 +647,8 @@ def test_the_row_of_a_padding_index_gets_no_gradient() -> None:
     frozen = nn.Embedding.from_pretrained(ps.ones((2, 3)))
     assert not frozen.weight.requires_grad
     assert frozen(ps.asarray([1])).tolist() == [[1, 1, 1]]
+
+
+def test_classes_as_rows_of_zeros_and_a_one() -> None:
+    targets = np.array([[2, 0], [1, 2]])
+    assert F.one_hot(ps.asarray(targets), 4).tolist() == np.eye(4, dtype=int)[targets].tolist()
