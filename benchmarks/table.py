@@ -14,7 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 # In the order of the table; missing files are left out.
-FILES = ("gpu-h200.json", "zoo-h200.json", "zoo-pocl.json", "train-pocl.json")
+FILES = ("gpu-h200.json", "zoo-h200.json", "zoo-pocl.json", "zoo-pocl-xeon.json", "train-pocl.json")
 BEGIN, END = "<!-- table: python benchmarks/table.py -->\n", "<!-- end of the table -->\n"
 
 
