@@ -24,7 +24,7 @@ DEVICE uint philox(uint key0, uint key1, uint counter_low, uint counter_high, in
 }
 """
 
-# The same for a vector of indices: words are in lanes of 64 bits, whose upper halves no product reads.
+# The same for a vector of indices: words are in lanes of 64 bits, of which products read the lower 32.
 _OF_VECTORS = """
 static inline uintWIDTH philox_WIDTH(uint key0, uint key1, uint low, uint high, intWIDTH index) {
     ulongWIDTH block = (((ulong)high << 32) | low) + __builtin_convertvector(index >> 2, ulongWIDTH);
