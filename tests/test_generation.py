@@ -263,8 +263,10 @@ def test_settings_of_generation_that_are_not_followed_are_named(model: LanguageM
     ps.models.load(tmp_path / "plain")  # without a warning
     model.generation_config = {**harmless, "no_repeat_ngram_size": 3, "suppress_tokens": [7]}
     model.save(tmp_path / "other")
-    with pytest.warns(ps.errors.PenstockWarning, match="not follow suppress_tokens, no_repeat_ngram_size of"):
+    message = "not follow suppress_tokens, no_repeat_ngram_size of"
+    with pytest.warns(ps.errors.PenstockWarning, match=message) as warned:
         ps.models.load(tmp_path / "other")
+    assert warned[0].filename == __file__  # the line that loads
     model.generation_config = {}
 
 

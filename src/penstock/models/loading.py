@@ -114,7 +114,7 @@ def _tell_what_is_ignored(folder: Path, config: Mapping[str, Any]) -> None:
         warnings.warn(
             f"generation does not follow {', '.join(ignored)} of {folder / 'generation_config.json'}",
             PenstockWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
 
 
