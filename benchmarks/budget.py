@@ -300,16 +300,22 @@ def main() -> None:
     options = parser.parse_args()
     device = ps.use(options.device)
     cuda = device.name.startswith("cuda")
-    report = Report()
+
+    def save() -> None:
+        """After each line, as the last of them may take minutes."""
+        if options.save:
+            libraries = {"torch": torch, "jax": jax_gpt.jax}
+            versions = {
+                name: "none" if each is None else each.__version__ for name, each in libraries.items()
+            }
+            report.save(options.save, "budget", device, versions)
+
+    report = Report(save)
     name = options.model or ("gpt2-124M" if cuda else "nano")
     if options.within:
         within(name, device, options.within, options.batch, report)
     else:
         lines(name, device, options.compile or cuda, options.alone, options.only, report)
-    if options.save:
-        libraries = {"torch": torch, "jax": jax_gpt.jax}
-        versions = {name: "none" if each is None else each.__version__ for name, each in libraries.items()}
-        report.save(options.save, "budget", device, versions)
 
 
 if __name__ == "__main__":
