@@ -144,6 +144,7 @@ CALLS: dict[str, tuple[Function, Function, tuple[np.ndarray, ...]]] = {
     "clamp": (lambda x: x.clamp(-0.5, 0.5), lambda a: a.clip(-0.5, 0.5), (A,)),
     "lerp": (lambda x, y: x.lerp(y, 0.3), lambda a, b: a + 0.3 * (b - a), (A, B)),
     "erf": (lambda x: x.erf(), np.vectorize(math.erf, otypes="f"), (A,)),
+    "erfc": (lambda x: x.erfc(), np.vectorize(math.erfc, otypes="f"), (A,)),
     "lgamma": (
         lambda x: (x * 4).lgamma(),
         lambda a: np.vectorize(math.lgamma, otypes="f")(a * 4),

@@ -417,7 +417,6 @@ _OF_BOTH = {
     "cholesky": "ps.linalg.cholesky",
     "cross": "ps.linalg.cross",
     "det": "ps.linalg.det",
-    "erfc": "1 - ps.erf(x)",
     "hstack": "ps.cat(tensors, dim=1)",
     "index_put": "x[indices] = value",
     "inverse": "ps.linalg.inv",

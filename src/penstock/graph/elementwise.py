@@ -195,6 +195,14 @@ erf: Apply = _row(
     decompose=lambda n, _: _erf(n.inputs[0]),
     **_SLOW,
 )
+erfc: Apply = _row(
+    "erfc",
+    lambda x: by_parts(_erfc, x.astype(np.float64) if x.dtype.kind in "biu" else x),
+    lambda g, n: (negative(multiply(g, _erf_slope(n.inputs[0]))),),
+    _floating,
+    decompose=lambda n, _: _erfc(n.inputs[0]),
+    **_SLOW,
+)
 logical_not: Apply = _row("logical_not", np.logical_not)
 bitwise_invert: Apply = _row("bitwise_invert", np.invert)
 isnan: Apply = _row("isnan", np.isnan, result=BOOL)
@@ -205,8 +213,8 @@ conj: Apply = _row("conj", np.conj, rounding=_EXACT)
 real: Apply = _row("real", np.real, shape_rule=_real, rounding=_EXACT)
 imag: Apply = _row("imag", np.imag, shape_rule=_real, rounding=_EXACT)
 
-# The error function, to 2 or 3 units in the last place: near 0 by its Taylor series, elsewhere by
-# erfc(z) = t exp(-z^2 + P(t)) with t = 1 / (1 + z / 2) in float32, and erfc(z) = t exp(-z^2) P(t) in float64.
+# The error function and what it lacks to 1, to 2 or 3 units in the last place: near 0 by a Taylor series,
+# elsewhere by erfc(z) = t exp(-z^2 + P(t)) with t = 1 / (1 + z / 2) in float32, and erfc(z) = t exp(-z^2) P(t) in float64.
 # The first P is a fit with a relative error below 1.2e-7. The second interpolates at the Chebyshev nodes of
 # (0, 2/3), with a relative error below 1e-15.
 
@@ -229,20 +237,35 @@ _ERF_TAIL_WIDE = (
 def _erf(x: Node) -> Node:
     if x.dtype in HALF_PRECISION:
         return cast(_erf(cast(x, float32)), x.dtype)
-    zero, one = like(x, 0), like(x, 1)
-    below = less(x, zero)
-    z = where(below, negative(x), x)
-    t = divide(one, add(multiply(z, like(x, 0.5)), one))
+    z, limit = abs_(x), 1.0 if x.dtype == float64 else 0.5
+    far = subtract(like(x, 1), _erf_tail(z))
+    far = where(less(x, like(x, 0)), negative(far), far)
+    return where(less(z, like(x, limit)), _erf_near(x), far)
+
+
+def _erfc(x: Node) -> Node:
+    if x.dtype in HALF_PRECISION:
+        return cast(_erfc(cast(x, float32)), x.dtype)
+    z = abs_(x)
+    tail = _erf_tail(z)
+    far = where(less(x, like(x, 0)), subtract(like(x, 2), tail), tail)
+    if x.dtype != float64:
+        return far
+    return where(less(z, like(x, 1)), subtract(like(x, 1), _erf_near(x)), far)
+
+
+def _erf_near(x: Node) -> Node:
+    series = _ERF_SERIES if x.dtype == float64 else _ERF_SERIES[:7]
+    return multiply(x, _polynomial(multiply(x, x), series))
+
+
+def _erf_tail(z: Node) -> Node:
+    """erfc of what is not negative, and in float64 at least 1."""
+    t = divide(like(z, 1), add(multiply(z, like(z, 0.5)), like(z, 1)))
     square = multiply(negative(z), z)
-    if x.dtype == float64:
-        limit, series = 1.0, _ERF_SERIES
-        tail = multiply(multiply(t, exp(square)), _polynomial(t, _ERF_TAIL_WIDE))
-    else:
-        limit, series = 0.5, _ERF_SERIES[:7]
-        tail = multiply(t, exp(add(square, _polynomial(t, _ERF_TAIL))))
-    far = subtract(one, tail)
-    near = multiply(x, _polynomial(multiply(x, x), series))
-    return where(less(z, like(x, limit)), near, where(below, negative(far), far))
+    if z.dtype == float64:
+        return multiply(multiply(t, exp(square)), _polynomial(t, _ERF_TAIL_WIDE))
+    return multiply(t, exp(add(square, _polynomial(t, _ERF_TAIL))))
 
 
 def _erf_slope(x: Node) -> Node:

@@ -59,6 +59,7 @@ __all__ = [
     "divide",
     "equal",
     "erf",
+    "erfc",
     "exp",
     "expm1",
     "floor",
@@ -292,6 +293,9 @@ conj = _unary("conj", _for_complex(elementwise.conj), _NUMBER, "The complex conj
 cos = _unary("cos", elementwise.cos, _FLOATING, "The cosine.")
 cosh = _unary("cosh", elementwise.cosh, _FLOATING, "The hyperbolic cosine.")
 erf = _unary("erf", _real_only("erf", elementwise.erf), _FLOATING, "The error function.")
+erfc = _unary(
+    "erfc", _real_only("erfc", elementwise.erfc), _FLOATING, "1 - erf(x), accurate where that is near 0."
+)
 exp = _unary("exp", elementwise.exp, _FLOATING, "The exponential.")
 expm1 = _unary("expm1", elementwise.expm1, _FLOATING, "exp(x) - 1, accurate near 0.")
 floor = _unary("floor", _for_floating(elementwise.floor), _REAL, "Rounded down.")

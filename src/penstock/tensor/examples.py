@@ -34,6 +34,7 @@ _EXAMPLES = {
     "divide": ("ps.divide(ps.asarray([1, 2]), 4).tolist()", "[0.25, 0.5]"),
     "equal": ("ps.equal(ps.asarray([1, 2]), 2).tolist()", "[False, True]"),
     "erf": ("ps.erf(ps.asarray([0.0])).tolist()", "[0.0]"),
+    "erfc": ("ps.erfc(ps.asarray([0.0])).tolist()", "[1.0]"),
     "exp": ("ps.exp(ps.asarray([0.0])).tolist()", "[1.0]"),
     "expm1": ("ps.expm1(ps.asarray([0.0])).tolist()", "[0.0]"),
     "floor": ("ps.floor(ps.asarray([1.2, -1.2])).tolist()", "[1.0, -2.0]"),
