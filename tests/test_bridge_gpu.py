@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import test_random_graphs
 from conftest import DRIVERS, WEBGPU_KINDS, examples, opencl_threads, pause_of_others, until
 from test_bridge import USUAL, Arrays, check_that_the_list_waits
 from test_cuda_sources import Imagined
@@ -37,7 +38,6 @@ from penstock.execution.executable import Executable
 from penstock.execution.realize import executables
 from penstock.execution.sources import kernel_sources
 from penstock.execution.structure import Structure
-from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.node import Kind, Node, leaf
 from penstock.graph.separate import NotSeparable
 from penstock.kernels.lower import without_shape
@@ -63,7 +63,9 @@ def threads() -> Iterator[Device]:
     device.close()
 
 
-@pytest.fixture(scope="module", params=["opencl", *WEBGPU_KINDS])
+@pytest.fixture(
+    scope="module", params=["opencl", *WEBGPU_KINDS, *(name for name in DRIVERS if name == "cuda")]
+)
 def gpu(request: pytest.FixtureRequest, threads: Device) -> Iterator[Device]:
     """A device with the kernels of a GPU."""
     if request.param == "opencl":
@@ -89,21 +91,26 @@ def both(device: Device, wanted: list[Node]) -> tuple[list[np.ndarray], list[np.
     return fused, single
 
 
-def check_bits(device: Device, function: Function, shape: tuple[int, ...]) -> None:
-    fused, single = both(device, [function(ps.asarray(values(*shape), device=device))._node])
+def check_bits(device: Device, function: Function, shape: tuple[int, ...], dtype: str = "float32") -> None:
+    x = ps.asarray(values(*shape).astype(getattr(ps, dtype)), device=device)
+    fused, single = both(device, [function(x)._node])
     assert fused[0].tobytes() == single[0].tobytes()
 
 
 # Bits
 
 
-@pytest.mark.slow("(300, 130)", "(5, 7)", "sort")
+DTYPES = ["float32", "bfloat16", "float16"]
+
+
+@pytest.mark.slow("(300, 130)", "(5, 7)", "sort", "float16")
 @pytest.mark.parametrize("shape", [(300, 130), (5, 7), (41, 204)], ids=str)
-@pytest.mark.parametrize("name", [name for name in EXPRESSIONS if name != "half precision"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", EXPRESSIONS)
 def test_single_operations_give_the_bits_of_a_fused_kernel(
-    gpu: Device, name: str, shape: tuple[int, int]
+    gpu: Device, name: str, dtype: str, shape: tuple[int, int]
 ) -> None:
-    check_bits(gpu, EXPRESSIONS[name], shape)
+    check_bits(gpu, EXPRESSIONS[name], shape, dtype)
 
 
 def with_sums(x: ps.Tensor) -> ps.Tensor:
@@ -132,19 +139,22 @@ SUMS: dict[str, tuple[Function, tuple[int, int]]] = {
 }
 
 
+@pytest.mark.slow("float16")
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SUMS)
-def test_sums_are_in_the_order_of_the_fused_kernel(gpu: Device, name: str) -> None:
-    check_bits(gpu, *SUMS[name])
+def test_sums_are_in_the_order_of_the_fused_kernel(gpu: Device, name: str, dtype: str) -> None:
+    check_bits(gpu, *SUMS[name], dtype)
 
 
+@pytest.mark.parametrize("floats", [("float32", "float64"), ("float16", "bfloat16", "float32")], ids=str)
 @pytest.mark.parametrize("first", [4000, 4100])
-def test_random_graphs_have_the_same_bits(gpu: Device, first: int) -> None:
+def test_random_graphs_have_the_same_bits(
+    gpu: Device, first: int, floats: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(test_random_graphs, "FLOATS", floats)
     checked = 0
     for seed in range(first, first + examples(20, quick=4)):
         _, wanted = grown(seed, 30, 0, lambda array: leaf(gpu.upload(array), array.shape, array.dtype))
-        structure = Structure(wanted, gpu.capabilities)
-        if any(node.dtype in HALF_PRECISION for node in (*structure.operations, *structure.inputs)):
-            continue
         try:
             results = both(gpu, wanted)
         except NotSeparable:
@@ -207,16 +217,28 @@ def test_nothing_of_float32_is_contracted() -> None:
     assert compile_text(NO_CONTRACTION + product, "sm_90") != compile_text(NO_CONTRACTION + explicit, "sm_90")
 
 
-def test_kernels_of_16_bit_floats_are_compiled_apart_from_others() -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_compiler_contracts_what_is_fused(dtype: str) -> None:
     device = Device.over(Imagined(), Settings(compile_ahead=False))
-    kernels, x = executables(device).kernels, ps.asarray(values(64, 64), device=device)
-    half = ps.asarray(values(64, 64), device=device).astype(ps.bfloat16).realize()
-    nodes = [(x * 2 + 1)._node, (half * 2 + 1)._node]
-    schedules = [executables(device).schedule(Structure([node], device.capabilities)) for node in nodes]
-    sources = [source for plan in schedules for source in kernel_sources(plan, device, kernels)]
-    parts = kernels._parts(sources)
-    assert len(parts) == 2
-    assert [kernels._text(part).startswith(NO_CONTRACTION) for part in parts] == [True, False]
+    own, x = executables(device), ps.asarray(values(64, 64), device=device)
+    x = x.astype(getattr(ps, dtype)).realize()
+    schedule = own.schedule(Structure([(x * 2 + 1)._node], device.capabilities))
+    (part,) = own.kernels._parts(kernel_sources(schedule, device, own.kernels))
+    assert own.kernels._text(part).startswith(NO_CONTRACTION)
+    device.close()
+
+
+def test_quick_functions_do_not_depend_on_what_is_fused() -> None:
+    """CUDA's: where the fused kernel has them, so have the kernels of single operations, and nowhere else."""
+    device = Device.over(Imagined(), Settings(compile_ahead=False))
+    own, x = executables(device), ps.asarray(values(40, 30), device=device)
+    for dtype in DTYPES:
+        given = x.astype(getattr(ps, dtype)).realize()
+        structure = Structure([(ps.exp(given) / (given + 1) - given)._node], device.capabilities)
+        for schedule in (own.schedule(structure), own._separate(structure)):
+            text = "".join(source.text for source in kernel_sources(schedule, device, own.kernels))
+            for function in ("QUICK_EXP(", "QUICK_DIVIDE("):
+                assert (function in text) == (dtype != "float32"), (dtype, function)
     device.close()
 
 
@@ -266,6 +288,7 @@ BRIDGED: dict[str, Function] = {
     "kernels that share a launch": lambda x: ps.mean(x, axis=1).sum() + ps.max(x, axis=0).sum(),
     "a product": lambda x: ps.tanh(x @ x.T),
     "integers": lambda x: ps.sum(ps.where(x > 0, 1, 2), axis=0) % 3,
+    "16 bits": lambda x: nn.functional.softmax(x.astype(ps.bfloat16) * 0.7, axis=1).astype(ps.float16),
 }
 
 
@@ -399,21 +422,6 @@ def test_threads_lower_side_by_side(cuda: Device) -> None:
         assert not own._missing(own.schedule(structure), own._serves_anywhere(structure))
 
 
-@pytest.mark.parametrize("where", ["input", "inside"])
-def test_16_bit_floats_wait_as_before(cuda: Device, where: str) -> None:
-    x = ps.asarray(values(40, 30), device=cuda)
-    if where == "input":
-        x = x.astype(ps.bfloat16).realize()
-    wanted: Callable[[], ps.Tensor] = lambda: ps.exp(x.astype(ps.float32)) * 2  # noqa: E731
-    if where == "inside":
-        wanted = lambda: ps.exp(x.astype(ps.bfloat16)) * 2  # noqa: E731
-    before = len(executables(cuda)._programs)
-    compile_single_operations(cuda, wanted())
-    wanted().realize()
-    assert not executables(cuda)._bridges
-    assert len(executables(cuda)._programs) == before + 1
-
-
 def test_a_step_that_ends_at_once_does_not_put_the_thread_to_sleep(
     cuda: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -464,11 +472,14 @@ def test_the_list_has_kernels_for_all_sizes_of_an_expression(
             tensor = function(ps.asarray(values(*shape), device=cuda))
             schedule = executables(cuda)._separate(Structure([tensor._node], cuda.capabilities))
             assert not executables(cuda)._missing(schedule), (shape, tensor)
-    array = Arrays(cuda)
-    for name, usual in USUAL.items():
-        for n, m in ((345, 219), (128, 512), (77, 64), (600, 101)):
-            structure = Structure([usual(array, n, m)._node], cuda.capabilities)
-            assert not executables(cuda)._missing(executables(cuda)._separate(structure)), (name, n, m)
+    for dtype in DTYPES:
+        array = Arrays(cuda, dtype)
+        for name, usual in USUAL.items():
+            for n, m in ((345, 219), (128, 512), (77, 64), (600, 101)):
+                schedule = executables(cuda)._separate(
+                    Structure([usual(array, n, m)._node], cuda.capabilities)
+                )
+                assert not executables(cuda)._missing(schedule), (dtype, name, n, m)
 
 
 def test_operations_that_are_listed_together_are_alike() -> None:

@@ -1,7 +1,8 @@
 """The pass that gives each operation a kernel of its own, with the bits of the fused program.
 
 On a GPU, a kernel that reduces divides its items among threads as suits what it is fused with. So the fused
-program is looked at first, for the orders of its sums, in which single operations then add up, too.
+program is looked at first, for the orders of its sums, in which single operations then add up, too. What it
+computes of 16-bit floats is written out in float32.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from penstock.compiler.as_fused import AsFused, depends_on_fusion, scattered_operands
+from penstock.compiler.as_fused import AsFused, depends_on_fusion, has_halves, scattered_operands
 from penstock.compiler.compilation import Compilation
 from penstock.compiler.passes import fused_groups
 from penstock.compiler.target import Target
@@ -43,8 +44,14 @@ def keep_apart(state: Compilation, target: Target) -> Compilation:
     biased = {
         node for group in by_library for node in group.outputs if not node.primitive.multiplies_matrices
     }
-    wanted = separate(state.wanted, _fused_sums(groups, target), biased)
-    return replace(state, wanted=wanted, products=_products(map(target.lower, by_library)))
+    wanted, orders, constants = state.wanted, _fused_sums(groups, target), dict[Node, Node]()
+    if has_halves(topological(wanted)):
+        values = AsFused(groups, target.capabilities)
+        wanted, biased = [*map(values.stored, wanted)], {*map(values.stored, biased)}
+        orders = {made: orders[node] for made, node in values.reductions.items() if node in orders}
+        constants = values.constants
+    wanted, products = separate(wanted, orders, biased), _products(map(target.lower, by_library))
+    return replace(state, wanted=wanted, products=products, stands_for=constants)
 
 
 def _apart_on_cpu(state: Compilation, target: Target) -> Compilation:

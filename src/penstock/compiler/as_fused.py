@@ -1,8 +1,9 @@
-"""The pass that writes out what a CPU's fused program computes in a way of its own.
+"""The pass that writes out what a fused program computes in a way of its own.
 
 A fused kernel computes float16 and bfloat16 in float32. It rounds what it stores, and what the graph casts to
-16 bits. So operations in float32 with casts between them give its bits, whatever shares a kernel. Products
-add up in the order that suits how the fused program reads their matrices.
+16 bits. So operations in float32 with casts between them give its bits, whatever shares a kernel. On a CPU,
+products add up in the order that suits how the fused program reads their matrices. On a GPU, kernels that
+read 16 bits have quick functions, which is an attribute of such operations in float32.
 """
 
 from __future__ import annotations
@@ -11,24 +12,33 @@ from collections.abc import Iterable, Sequence
 
 from penstock.drivers.driver import Capabilities
 from penstock.fusion.groups import Group
+from penstock.fusion.products import by_library
 from penstock.fusion.views import is_scattered
 from penstock.graph.checkpoint import BARRIER
 from penstock.graph.contraction import GATHER, MATMUL
 from penstock.graph.dtypes import HALF_PRECISION, DType, float32
-from penstock.graph.elementwise import CAST, FULL, cast
+from penstock.graph.elementwise import CAST, FULL, PRIMITIVES, cast
 from penstock.graph.node import Kind, Node, topological
 from penstock.graph.reference import constant_key, constant_value
 from penstock.graph.separate import NotSeparable
 from penstock.graph.shaping import SLICE_AT
+from penstock.kernels.dialects.c_expressions import QUICK
+from penstock.kernels.lowering.loop_nest import is_quick
 from penstock.kernels.matmul_group import cpu_order
 
 _IN_16_BITS = (FULL, GATHER, SLICE_AT)  # exact, and these may read little of a large array
+_QUICK = tuple(PRIMITIVES[name] for name in QUICK)
 
 
 def depends_on_fusion(wanted: Iterable[Node]) -> bool:
     """Whether a graph has float16 or bfloat16, or products of matrices that lie unevenly in memory."""
     nodes = topological(wanted)
-    return any(map(_is_half, nodes)) or bool(scattered_operands(nodes))
+    return has_halves(nodes) or bool(scattered_operands(nodes))
+
+
+def has_halves(nodes: Iterable[Node]) -> bool:
+    """Whether some nodes are float16 or bfloat16."""
+    return any(map(_is_half, nodes))
 
 
 def scattered_operands(nodes: Iterable[Node]) -> set[Node]:
@@ -41,15 +51,18 @@ class AsFused:
     """The values of a fused program, by operations that need not share kernels."""
 
     def __init__(self, groups: Sequence[Group], capabilities: Capabilities) -> None:
-        self._capabilities = capabilities
+        self._capabilities, self._gpu = capabilities, capabilities.vector_width == 1
         self.constants: dict[Node, Node] = {}  # those in float32, and the 16-bit ones that they stand for
+        self.reductions: dict[Node, Node] = {}  # those in float32, and the nodes of the graph
+        self._quick = False  # whether the kernel of the current group has quick functions
         self._wide_constants: dict[Node, Node] = {}
         self._stored: dict[Node, Node] = {}
         self._copies: dict[Node, Node] = {}
         self._casts: dict[tuple[Node, DType], Node] = {}
-        self._operations: dict[tuple[Node, tuple[Node, ...]], Node] = {}
+        self._operations: dict[tuple[Node, tuple[Node, ...], bool], Node] = {}
         for group in groups:
-            if group.kind.fuses:
+            if group.kind.fuses and not any(map(self._is_by_library, group.nodes)):
+                self._quick = self._gpu and is_quick(group)
                 self._fused(group)
             else:  # its kernel reads and writes the values as they are
                 for node in group.nodes:
@@ -62,6 +75,9 @@ class AsFused:
         if node not in self._stored:
             self._stored[node] = node.on(tuple(map(self.stored, node.inputs)))
         return self._stored[node]
+
+    def _is_by_library(self, node: Node) -> bool:
+        return node.primitive.multiplies_matrices and by_library(node, self._capabilities)
 
     def _fused(self, group: Group) -> None:
         values = {node: self.stored(node) for node in group.inputs}
@@ -97,15 +113,16 @@ class AsFused:
             if is_view and operand not in in_memory:
                 return self._on(operand, tuple(map(matrix, operand.inputs)))
             wide = self._wide(operand)
-            return self._copied(wide) if is_view and wide is operand else wide
+            return self._copied(wide) if is_view and wide is operand and not self._gpu else wide
 
         if node.primitive is not MATMUL:
-            if _is_half(node):
+            if has_halves((node, *node.inputs)):
                 raise NotSeparable(f"{node} reads 16-bit floats in a way of its own")
             return self._on(node, inputs)
-        key = node, tuple(map(matrix, inputs))
+        key = node, tuple(map(matrix, inputs)), False
         if key not in self._operations:
-            order = cpu_order(group, node, self._capabilities)
+            # A GPU's kernels add up in an order of the sizes only.
+            order = () if self._gpu else cpu_order(group, node, self._capabilities)
             self._operations[key] = Node(MATMUL, key[1], {"order": order} if order else {})
         return self._operations[key]
 
@@ -138,10 +155,14 @@ class AsFused:
         return self._wide_constants[node]
 
     def _on(self, node: Node, inputs: tuple[Node, ...]) -> Node:
-        """An operation on other inputs; a single node, however many kernels compute it."""
-        key = node, inputs
+        """An operation on other inputs; a single node, however many kernels compute it alike."""
+        quick = self._quick and node.primitive in _QUICK and node.dtype in (float32, *HALF_PRECISION)
+        key = node, inputs, quick
         if key not in self._operations:
-            self._operations[key] = node.on(inputs)
+            made = Node(node.primitive, inputs, {"quick": True}) if quick else node.on(inputs)
+            self._operations[key] = made
+            if node.primitive.kind is Kind.REDUCTION:
+                self.reductions[made] = node
         return self._operations[key]
 
 

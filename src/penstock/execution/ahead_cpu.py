@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-from penstock.execution.ahead_operations import array, moves, sorts
-from penstock.graph.contraction import gather, matmul
+from penstock.execution.ahead_operations import array, halves, moves, sorts
+from penstock.graph.contraction import matmul
 from penstock.graph.convolution import padded
-from penstock.graph.dtypes import HALF_PRECISION, bool_, float32, int32, int64, uint64
-from penstock.graph.elementwise import cast, full
+from penstock.graph.dtypes import bool_, float32, uint64
+from penstock.graph.elementwise import full
 from penstock.graph.node import Node, Shape, placeholder
 from penstock.graph.reducing import (
     any_,
@@ -100,7 +100,7 @@ def cpu_operations() -> Iterator[Sequence[Node]]:
     yield [node for sizes in product(*_SQUARES) for node in squares(*sizes)]
     for first, second in _CUBES:
         yield from zip(moves(*first), moves(*second), strict=True)
-        yield from zip(_halves(*first), _halves(*second), strict=True)
+        yield from zip(halves(*first[1:]), halves(*second[1:]), strict=True)
     yield [node for first, second in product(*_CONVOLVED) for node in _convolved(*first, *second)]
     for several in _IMAGES:
         yield [node for shape in several for node in _padded(*shape)]
@@ -126,16 +126,6 @@ def _padded(*shape: int) -> Iterator[Node]:
     for pairs in (((1, 1), (1, 1)), ((2, 2), (3, 3)), ((1, 0), (1, 0))):
         yield padded(array(shape), pairs)
         yield padded(full(shape, bool_, True), pairs)
-
-
-def _halves(_: int, rows: int, columns: int) -> Iterator[Node]:
-    """What 16-bit floats need beside the operations of float32."""
-    for dtype in HALF_PRECISION:
-        for shape in ((rows, columns), ()):
-            yield cast(array(shape, dtype), float32)
-            yield cast(array(shape), dtype)
-        yield gather(array((rows, columns), dtype), array((rows + 1,), int64))
-        yield gather(array((rows * columns,), dtype), array((rows,), int32))
 
 
 def _single_rows(rows: int, columns: int) -> Iterator[Node]:

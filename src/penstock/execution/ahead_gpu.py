@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 
-from penstock.execution.ahead_operations import array, moves, sorts
+from penstock.execution.ahead_operations import array, halves, moves, sorts
 from penstock.graph.contraction import matmul
 from penstock.graph.dtypes import bool_, float32, int64, uint64
+from penstock.graph.elementwise import PRIMITIVES, like
 from penstock.graph.node import Node, Shape
 from penstock.graph.reducing import (
     BLOCK,
@@ -24,10 +25,11 @@ from penstock.graph.reducing import (
 )
 from penstock.graph.shaping import permute
 
-_NEIGHBOURS = (1, 2, 4)  # that a thread takes of a row
+_NEIGHBOURS = (1, 2, 4, 8)  # that a thread takes of a row
 _MANY_THREADS = (256, 512, 1024)  # of a workgroup that has a row
 _FEW_THREADS = (2, 4, 8, 16, 32, 64, 128)  # where a workgroup has several rows
 _LONG_THREADS = 512  # of a workgroup that has a very long row
+_LONG_ROW = 1 << 14  # items from which on some rows are split
 _PARTS = (2, 4, 8, 16, 32, 64, 128, 256)  # of a column
 _WIDE_PARTS = 16  # the same where there are many columns
 _SORTED = (  # rows of several lengths
@@ -37,12 +39,14 @@ _SORTED = (  # rows of several lengths
     ((97, 600), (230, 801)),
 )
 _INNER = (3, 7, 11, 14, 20, 27, 40, 50, 100, 120, 200, 700)  # steps of products: two for each division
-LIST = _NEIGHBOURS, _MANY_THREADS, _FEW_THREADS, _PARTS, _INNER, _SORTED, 2
+LIST = _NEIGHBOURS, _MANY_THREADS, _FEW_THREADS, _PARTS, _INNER, _SORTED, 3
 
 
 def gpu_operations() -> Iterator[Sequence[Node]]:
     """Operations, those together whose kernels differ in sizes only."""
     yield from zip(moves(11, 13, 17), moves(19, 23, 29), strict=True)
+    yield from zip(halves(11, 13), halves(19, 23), strict=True)
+    yield from zip(_quick(11, 13), _quick(19, 23), strict=True)
     yield from _sums_of_rows()
     yield from _sums_of_columns()
     for reduce in (max_, min_, any_, all_):
@@ -55,8 +59,23 @@ def gpu_operations() -> Iterator[Sequence[Node]]:
     yield [node for sizes in product((2, 3, 77), _INNER) for node in _squares(*sizes)]
 
 
+def _quick(rows: int, columns: int) -> Iterator[Node]:
+    """The operations in float32 that kernels of 16-bit floats have quick functions for."""
+    for shape in ((rows, columns), ()):
+        x, number = array(shape), like(array(shape), 2.5)
+        yield Node(PRIMITIVES["exp"], (x,), {"quick": True})
+        for pair in ((x, array(shape)), (x, number), (number, x), (number, like(x, 1.5))):
+            yield Node(PRIMITIVES["divide"], pair, {"quick": True})
+
+
 def _ordered(reduction: Node, order: tuple[int, ...]) -> Node:
     return Node(reduction.primitive, reduction.inputs, {**reduction.attributes, "order": order})
+
+
+def _columns(threads: int, lanes: int, more: int) -> int:
+    """The items of a row that so many threads share: in several turns, unless such rows would be split."""
+    columns = lanes * more * (threads + 1)
+    return columns if columns < _LONG_ROW else lanes * (threads - more)
 
 
 def _sums_of_rows() -> Iterator[Sequence[Node]]:
@@ -64,7 +83,7 @@ def _sums_of_rows() -> Iterator[Sequence[Node]]:
     for reduce, lanes in product((sum_, prod), _NEIGHBOURS):
         for threads in (_FEW_THREADS, (1,), *((count,) for count in _MANY_THREADS)):
             sizes = [
-                (rows, lanes * more * (count + 1), (count, lanes))
+                (rows, _columns(count, lanes, more), (count, lanes))
                 for count in threads
                 for rows, more in ((101, 2), (211, 3))
             ]

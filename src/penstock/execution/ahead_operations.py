@@ -9,7 +9,7 @@ from penstock.graph import elementwise as ops
 from penstock.graph import random
 from penstock.graph.contraction import gather
 from penstock.graph.creating import sequence
-from penstock.graph.dtypes import bool_, float16, float32, int32, int64, uint32, uint64
+from penstock.graph.dtypes import HALF_PRECISION, bool_, float16, float32, int32, int64, uint32, uint64
 from penstock.graph.elementwise import PRIMITIVES, cast, full, like
 from penstock.graph.node import DType, Node, Shape, placeholder
 from penstock.graph.reducing import any_, argmax, argmin, argsort, cumulative_sum, expand, sort
@@ -103,6 +103,16 @@ def moves(blocks: int, rows: int, columns: int) -> Iterator[Node]:
     for before in (3, blocks):
         yield concat([array((rows, before)), matrix], 1)
     yield concat([array((columns,)), array((rows,))], 0)
+
+
+def halves(rows: int, columns: int) -> Iterator[Node]:
+    """What 16-bit floats need beside the operations of float32."""
+    for dtype in HALF_PRECISION:
+        for shape in ((rows, columns), ()):
+            yield cast(array(shape, dtype), float32)
+            yield cast(array(shape), dtype)
+        yield gather(array((rows, columns), dtype), array((rows + 1,), int64))
+        yield gather(array((rows * columns,), dtype), array((rows,), int32))
 
 
 def sorts(rows: int, columns: int) -> Iterator[Node]:

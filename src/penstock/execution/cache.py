@@ -32,7 +32,6 @@ from penstock.execution.sources import kernel_sources
 from penstock.execution.starts import Starts
 from penstock.execution.structure import Structure
 from penstock.fusion.groups import Group
-from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.node import Node
 from penstock.graph.reference import Constant
 from penstock.graph.separate import NotSeparable
@@ -254,15 +253,8 @@ class ExecutableCache:
         return self._ahead is not None and self._may_be_apart(structure)
 
     def _may_be_apart(self, structure: Structure) -> bool:
-        """Whether single operations give the bits of a structure, and are not too many.
-
-        A GPU's kernels of 16-bit floats are contracted and have quick functions: bits depend on fusion.
-        """
-        operations = structure.operations
-        if len(operations) > _MAX_OPERATIONS:
-            return False
-        gpu = self._device.capabilities.vector_width == 1
-        return not (gpu and any(node.dtype in HALF_PRECISION for node in (*operations, *structure.inputs)))
+        """Whether single operations may give the bits of a structure, and are not too many."""
+        return len(structure.operations) <= _MAX_OPERATIONS
 
     def _single_operations(self, structure: Structure, state: State | None) -> Executable | None:
         """The program of single operations; None where they are not compiled, or need too much memory."""

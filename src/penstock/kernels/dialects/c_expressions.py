@@ -68,8 +68,8 @@ CPU_SCALAR_PATTERNS: Patterns = {
 }
 # For a GPU, in fewer instructions than the compiler needs; also by whether functions are quick.
 _THREAD = {"tanh": "tanh_1({0})", "maximum": "MAXIMUM({0}, {1})", "minimum": "MINIMUM({0}, {1})"}
-_QUICK = _THREAD | {"exp": "QUICK_EXP({0})", "divide": "QUICK_DIVIDE({0}, {1})"}
-THREAD_PATTERNS: Mapping[bool, Patterns] = {False: _THREAD, True: _QUICK}
+QUICK: Patterns = {"exp": "QUICK_EXP({0})", "divide": "QUICK_DIVIDE({0}, {1})"}
+THREAD_PATTERNS: Mapping[bool, Patterns] = {False: _THREAD, True: {**_THREAD, **QUICK}}
 
 
 def _wrapping(result: str, operand: str) -> dict[str, str]:

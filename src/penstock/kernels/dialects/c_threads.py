@@ -24,11 +24,7 @@ class ThreadPrinter(CPrinter):
     def __init__(self, quick: bool = False) -> None:
         """`quick` functions are precise enough for float16 and bfloat16."""
         super().__init__()
-        self._quick = quick
         self._patterns = THREAD_PATTERNS[quick]
-        self._differences: dict[
-            str, tuple[str, str]
-        ] = {}  # by name: operands, of which the second is a scalar
         self._words: dict[tuple[str, str], str] = {}  # by name and dtype: the words it was unpacked from
 
     def each(self, type: ir.Type, text: Text) -> list[str]:
@@ -99,16 +95,10 @@ class ThreadPrinter(CPrinter):
         if isinstance(value, ir.Vector):
             items = ", ".join(map(self.expr, value.items))
             return [f"{c_type(ir.Type(type.dtype))} {name}[{type.width}] = {{{items}}};"]
-        if isinstance(value, ir.Call) and value.operation == "subtract":
-            minuend, less = value.inputs
-            if self._quick and type.dtype == "float32" and less.type.width == 1:
-                self._differences[name] = self.expr(minuend), self.expr(less)
         return [self._named(type, name, self.named(value))]
 
     def call(self, expr: ir.Call, inputs: Sequence[str]) -> str:
-        first, dtype = expr.inputs[0], expr.type.dtype
-        if expr.operation == "exp" and isinstance(first, ir.Var) and first.name in self._differences:
-            return "QUICK_EXP_LESS({}, {})".format(*self._differences[first.name])
+        dtype = expr.type.dtype
         if dtype in ("int8", "int16") and expr.operation in ("negative", "abs"):
             negated = f"NEGATE_{dtype.upper()}({inputs[0]})"
             return f"({inputs[0]} < 0 ? {negated} : {inputs[0]})" if expr.operation == "abs" else negated

@@ -214,7 +214,6 @@ _THREADS = """
 #define MAXIMUM(a, b) (((a) > (b)) | ((a) != (a)) ? (a) : (b))
 #define MINIMUM(a, b) (((a) < (b)) | ((a) != (a)) ? (a) : (b))
 #define QUICK_EXP(x) exp(x)
-#define QUICK_EXP_LESS(x, less) exp((x) - (less))
 #define RECIPROCAL(x) (1 / (x))
 #define QUICK_DIVIDE(a, b) ((a) / (b))
 #define FMA(a, b, c) mad(a, b, c)

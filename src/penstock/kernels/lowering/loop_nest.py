@@ -71,7 +71,7 @@ class LoopNest:
         self.space()
         self.emitter = Emitter(group, Variables(self._lengths), vectors=not self.gpu)
         self.emitter.merges = merges
-        self.emitter.kernel.quick = self.gpu and _of_halves(group)
+        self.emitter.kernel.quick = self.gpu and is_quick(group)
         for merge in merges:
             length = self._lengths[merge.outer] * merge.length
             self._lengths[merge.name] = self.emitter.variables.lengths[merge.name] = length
@@ -288,8 +288,13 @@ def unflattened(number: ir.Expr, variables: Sequence[tuple[str, int, int]]) -> l
     return result
 
 
-def _of_halves(group: Group) -> bool:
-    """Whether all large inputs are float16 and bfloat16, so that quick functions are precise enough."""
+def is_quick(group: Group) -> bool:
+    """Whether all large inputs are float16 and bfloat16, so that quick functions are precise enough.
+
+    A single operation in the place of such a kernel says so.
+    """
+    if any("quick" in node.attributes for node in group.nodes):
+        return True
     if any(node.primitive is CAST and node.inputs[0].dtype.kind in "iu" for node in group.nodes):
         return False
     size = max((node.size for node in group.inputs), default=0)
