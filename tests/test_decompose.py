@@ -60,7 +60,7 @@ def test_the_error_function(device: ps.Device, dtype: type) -> None:
         result = function(ps.asarray(x, device=device)).numpy().astype(np.float64)
         steps = np.abs(result - expected) / np.spacing(np.abs(expected).astype(dtype)).astype(np.float64)
         assert steps.max() <= 3
-    # What it lacks to 1 is as precise where it is small, but for what the exponential of a large number loses.
+    # What it lacks to 1 is precise where it is small, but for what the exponential of a large number loses.
     expected = np.array([math.erfc(float(value)) for value in x])
     result = ps.erfc(ps.asarray(x, device=device)).numpy().astype(np.float64)
     np.testing.assert_allclose(
