@@ -214,9 +214,9 @@ real: Apply = _row("real", np.real, shape_rule=_real, rounding=_EXACT)
 imag: Apply = _row("imag", np.imag, shape_rule=_real, rounding=_EXACT)
 
 # The error function and what it lacks to 1, to 2 or 3 units in the last place: near 0 by a Taylor series,
-# elsewhere, with t = 1 / (1 + z / 2), by erfc(z) = t exp(-z^2 + P(t)) in float32, and erfc(z) = t exp(-z^2) P(t)
-# in float64. The first P is a fit with a relative error below 1.2e-7. The second interpolates at the Chebyshev nodes of
-# (0, 2/3), with a relative error below 1e-15.
+# elsewhere, with t = 1 / (1 + z / 2), by erfc(z) = t exp(-z^2 + P(t)) in float32, and in float64 by
+# erfc(z) = t exp(-z^2) P(t). The first P is a fit with a relative error below 1.2e-7. The second interpolates
+# at the Chebyshev nodes of (0, 2/3), with a relative error below 1e-15.
 
 _ERF_SERIES = tuple(2 / math.sqrt(math.pi) * (-1) ** n / (math.factorial(n) * (2 * n + 1)) for n in range(21))
 # fmt: off
