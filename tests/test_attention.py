@@ -181,7 +181,7 @@ def test_gradients_of_separate_inputs_are_one_group() -> None:
     forward, backward = grouped(*nodes)
     assert [node.attributes["part"] for node in backward.outputs] == ["query", "key", "value"]
     assert forward.inputs == tuple(sides)
-    lone = attention_kernels(backward, "x")
+    lone = attention_kernels(backward)
     assert len(lone.launches) == 2
     assert lone.scratch == (2 * 3 * 10 * 8,)
 
@@ -190,9 +190,9 @@ def test_what_is_not_wanted_goes_to_scratch() -> None:
     sides = [given(2, 10, 3, 64) for _ in range(3)]
     mixed = attention(sides[0], sides[1], sides[2], True, 0.125)
     (only,) = grouped(mixed)
-    assert attention_kernels(only, "x").scratch == (2 * 3 * 10 * 4,)
+    assert attention_kernels(only).scratch == (2 * 3 * 10 * 4,)
     _, backward = grouped(gradients(mixed, given(*mixed.shape), sides)[0])
-    rows, keys, values = attention_kernels(backward, "x").scratch
+    rows, keys, values = attention_kernels(backward).scratch
     assert (rows, keys, values) == (2 * 3 * 10 * 8, sides[1].nbytes, sides[2].nbytes)
 
 
@@ -315,11 +315,7 @@ def sources(shape: tuple[int, ...], dtype: Any, causal: bool) -> list[KernelSour
         side.tracked = True
     mixed = attention(*sides, causal, width**-0.5)
     groups = grouped(*gradients(mixed, leaf(object(), mixed.shape, dtype), sides))
-    return [
-        launch.source
-        for number, group in enumerate(groups)
-        for launch in attention_kernels(group, f"{number}").launches
-    ]
+    return [launch.source for group in groups for launch in attention_kernels(group).launches]
 
 
 @pytest.mark.slow("48", "80", "sm_90", "16", "sm_80", "64")
@@ -332,6 +328,16 @@ def test_the_kernels_compile(width: int, architecture: str) -> None:
     for dtype, causal in ((dtypes.bfloat16, True), (dtypes.float16, False)):
         text = whole_text(sources((2, 100, 130, 3, width), dtype, causal), "cuda")
         assert cuda.compile_text(text, architecture).startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_kernels_serve_every_batch(causal: bool) -> None:
+    few, many, longer = (
+        {source.name: source.text for source in sources((*shape, 3, 64), dtypes.bfloat16, causal)}
+        for shape in ((2, 100, 130), (7, 100, 130), (2, 101, 130))
+    )
+    assert few == many
+    assert not few.keys() & longer.keys()
 
 
 def test_halves_are_multiplied_by_tensor_cores() -> None:

@@ -14,6 +14,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from test_channels_last import LIBRARY, value
 from test_convolution import convolve
+from test_cuda_sources import Imagined
 
 import penstock as ps
 from penstock import Device
@@ -31,7 +32,7 @@ from penstock.graph.simplify import simplify
 from penstock.graph.windows import WINDOWS
 from penstock.kernels.cache import whole_text
 from penstock.kernels.lower import write
-from penstock.kernels.source import KernelSource
+from penstock.kernels.templates.launches import Launch
 from penstock.nn import functional as F  # noqa: N812
 
 TENSOR_CORES = replace(LIBRARY, tensor_cores=True, tf32=True)
@@ -165,13 +166,13 @@ def test_a_training_step_writes_no_windows() -> None:
     assert max(node.size for group in groups for node in group.outputs) == x.size
 
 
-def sources(given: Any, dtype: np.dtype[Any]) -> list[KernelSource]:
-    made: list[KernelSource] = []
-    for number, node in enumerate(nodes_of(given, dtype)):
+def launches(given: Any, dtype: np.dtype[Any], batch: int = 2) -> list[Launch]:
+    made: list[Launch] = []
+    for number, node in enumerate(nodes_of(given, dtype, batch)):
         for group in fused([parts_of(node)], TENSOR_CORES):
             lowering = write(group, TENSOR_CORES, f"of_{number}")
             assert lowering is not None
-            made += [launch.source for launch in lowering.launches if group.kind == "convolution"]
+            made += lowering.launches if group.kind == "convolution" else ()
     return made
 
 
@@ -193,9 +194,47 @@ COMPILED = [
 def test_kernels_compile(dtype: np.dtype[Any], architecture: str) -> None:
     for stride, dilation, (channels, outputs, groups) in COMPILED:
         geometry = Geometry(stride, ((1, 1), (0, 2)), dilation, groups)
-        made = sources((geometry, (9, 10), (3, 3), (channels, outputs)), dtype)
-        assert made
-        assert compile_text(whole_text(made, "cuda"), architecture).startswith(b"\x7fELF")
+        made = launches((geometry, (9, 10), (3, 3), (channels, outputs)), dtype)
+        text = whole_text([launch.source for launch in made], "cuda")
+        assert compile_text(text, architecture).startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("widths", [(64, 64, 1), (1, 1, 16)])
+def test_kernels_serve_every_batch(widths: tuple[int, int, int]) -> None:
+    channels, outputs, groups = widths
+    geometry = Geometry((1, 1), ((1, 1), (1, 1)), (1, 1), groups)
+    few, many, wider = (
+        launches((geometry, (9, width), (3, 3), (channels, outputs)), bfloat16, batch)
+        for width, batch in ((10, 2), (10, 700), (11, 2))
+    )
+    assert len(few) == 4  # two for the gradient of the weight
+    for launch, other, unlike in zip(few, many, wider, strict=True):
+        assert launch.source.text == other.source.text
+        assert launch.source.name == other.source.name
+        assert launch.scalars != other.scalars
+        assert launch.source.name != unlike.source.name or "sum" in launch.source.name
+
+
+def test_another_batch_compiles_no_convolution() -> None:
+    class Compiling(Imagined):
+        def compile(self, source: Any, signatures: Any) -> Any:
+            compiled.extend(name for name in signatures if name.startswith("convolution_"))
+            return super().compile(source, signatures)
+
+    compiled: list[str] = []
+    device = Device.over(Compiling(tensor_cores=True), Settings(compile_ahead=False))
+    weight = ps.ones((32, 32, 3, 3), dtype=ps.bfloat16, device=device, requires_grad=True)
+
+    @ps.jit
+    def step(images: ps.Tensor) -> ps.Tensor:
+        loss = F.relu(F.conv2d(images, weight, padding=1)).sum()
+        loss.backward()
+        return loss
+
+    for batch in (64, 7):  # the last of an epoch
+        step(ps.ones((batch, 32, 16, 16), dtype=ps.bfloat16, device=device))
+        assert len(compiled) == len({*compiled}) == 3  # of the image, and of the weight with a sum
+    device.close()
 
 
 # On a device

@@ -166,8 +166,8 @@ def _template(group: Group, capabilities: Capabilities, ending: str) -> Lowering
 
 
 _LOWERINGS: dict[GroupKind, Callable[[Group, Capabilities, str], Lowering | None]] = {
-    GroupKind.CONVOLUTION: convolution_kernels,
-    GroupKind.ATTENTION: lambda group, can, ending: attention_kernels(group, ending),
+    GroupKind.CONVOLUTION: lambda group, can, ending: convolution_kernels(group, can),
+    GroupKind.ATTENTION: lambda group, can, ending: attention_kernels(group),
     GroupKind.PAGED: lambda group, can, ending: paged_group(group, can).named(ending),
     GroupKind.RAW: lambda group, can, ending: one_launch(raw_source(group, can, ending)),
     GroupKind.SINGLE: _template,

@@ -1,4 +1,7 @@
-"""The launches of attention on a CUDA device, with sizes and strides as constants."""
+"""The launches of attention on a CUDA device, with sizes and strides as constants, but for the batch.
+
+Kernels are named by their text: those of one batch serve another.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from penstock.graph.attention import ATTENTION, GRADIENT_PARTS
 from penstock.graph.dtypes import HALF_PRECISION, float16
 from penstock.graph.node import Node, Shape
 from penstock.graph.paged_attention import PROMPT_ATTENTION
-from penstock.kernels.source import KernelSource, head
+from penstock.kernels.source import KernelSource, digest, head
 from penstock.kernels.templates.launches import Launch, Lowering, one_launch
 
 _BLOCK_ROWS, _BLOCK_THREADS = 64, 128  # of a workgroup: four warps with 16 rows each
@@ -51,20 +54,19 @@ class _Parameter:
     dtype: str = "uint16"  # float16 or bfloat16, as bits
 
 
-def attention_kernels(group: Group, ending: str) -> Lowering:
-    """The launches of a group, with an ending for kernel names; unused results go to scratch."""
+def attention_kernels(group: Group) -> Lowering:
+    """The launches of a group; unused results go to scratch."""
     if group.outputs[0].primitive is PROMPT_ATTENTION:
-        return one_launch(_prompt_source(group, f"attention_from_prompt_{ending}"))
-    writer = _Writer(group, ending)
+        return one_launch(_prompt_source(group))
+    writer = _Writer(group)
     return writer.forward() if writer.primitive is ATTENTION else writer.backward()
 
 
 class _Writer:
     """Writes the launches of a group."""
 
-    def __init__(self, group: Group, ending: str) -> None:
+    def __init__(self, group: Group) -> None:
         self._group = group
-        self._ending = ending
         node = group.outputs[0]
         self.primitive = node.primitive
         self._operands = node.inputs
@@ -115,14 +117,11 @@ class _Writer:
             f"    long batch = GROUP(0) / {blocks * self._heads};\n"
             f"    attention_{kernel.name}<{kind}>({arguments}, {block}, {self._scale});\n"
         )
-        name = f"attention_{kernel.name}_{self._ending}"
         declared_outputs, declared_inputs = (
             [(parameter.dtype, parameter.name) for parameter in side] for side in (outputs, inputs)
         )
-        text = f"{head(name, declared_outputs, declared_inputs)}{body}}}\n"
-        dtypes = tuple(parameter.dtype for parameter in parameters)
-        grid, threads = (blocks * self._heads * self._batch,), (_BLOCK_THREADS,)
-        source = KernelSource(name, text, dtypes, (), grid, threads, resident=tiling.groups)
+        grid = blocks * self._heads * self._batch
+        source = _source(kernel.name, body, declared_outputs, declared_inputs, grid, tiling)
         buffers = tuple(parameter.number for parameter in parameters)
         # For each product, the pairs of a query and a visible key, times the width.
         unseen = self._queries * (self._queries - 1) // 2 if self._causal == "true" else 0
@@ -180,7 +179,7 @@ class _Writer:
 # Prompts over pages
 
 
-def _prompt_source(group: Group, name: str) -> KernelSource:
+def _prompt_source(group: Group) -> KernelSource:
     """The kernel of queries that see the keys and values in pages up to positions of their own."""
     (node,) = group.outputs
     query, pages, table, positions = (_Operand(operand, group) for operand in node.inputs)
@@ -207,9 +206,22 @@ def _prompt_source(group: Group, name: str) -> KernelSource:
     )
     inputs = [_bits(each) for each in group.inputs]
     named = [(dtype, f"in{number}") for number, dtype in enumerate(inputs)]
-    text = f"{head(name, [('uint16', 'out')], named)}{body}}}\n"
-    grid = (blocks * heads * rows,)
-    return KernelSource(name, text, ("uint16", *inputs), (), grid, (_BLOCK_THREADS,), resident=tiling.groups)
+    return _source("from_prompt", body, [("uint16", "out")], named, blocks * heads * rows, tiling)
+
+
+def _source(
+    name: str,
+    body: str,
+    outputs: Sequence[tuple[str, str]],
+    inputs: Sequence[tuple[str, str]],
+    grid: int,
+    tiling: _Tiling,
+) -> KernelSource:
+    """A kernel with this body and these buffers, given as (dtype, name)."""
+    name = f"attention_{name}_{digest(f'{outputs} {inputs} {body} {tiling.groups}')}"
+    text = f"{head(name, outputs, inputs)}{body}}}\n"
+    dtypes = tuple(dtype for dtype, _ in (*outputs, *inputs))
+    return KernelSource(name, text, dtypes, (), (grid,), (_BLOCK_THREADS,), resident=tiling.groups)
 
 
 class _Operand:

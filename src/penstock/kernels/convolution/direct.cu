@@ -3,11 +3,11 @@
 // A thread has V neighbouring channels of P neighbouring pixels of the result; V > 1 with a channel in a group.
 template <class T, class S, int V, int P>
 DEVICE void convolution_direct(
-    typename T::Bits *out, const typename T::Bits *x, const typename T::Bits *weight) {
+    typename T::Bits *out, const typename T::Bits *x, const typename T::Bits *weight, int batch) {
     constexpr int CHANNELS = S::GROUPS * S::OUT, PARTS = CHANNELS / V, RUNS = (S::OW + P - 1) / P;
     int task = GROUP(0) * THREADS + THREAD;
     int channel = task % PARTS * V, left = task / PARTS % RUNS * P, line = task / (PARTS * RUNS);
-    if (line >= S::BATCH * S::OD * S::OH) return;
+    if (line >= batch * S::OD * S::OH) return;
     int down = line % S::OH, deep = line / S::OH % S::OD, image = line / (S::OH * S::OD);
     int source = V > 1 ? channel : channel / S::OUT * S::IN;
     float sums[P][V];
@@ -70,16 +70,15 @@ DEVICE void convolution_direct(
 // Of the gradient by the weight, the sums over the pixels of a split: (splits, KD, KH, KW, IN, GROUPS * OUT).
 // A workgroup has LANES pixels at a time, of THREADS / LANES runs of V channels, and ITEMS items of the window.
 template <class T, class S, int V, int LANES, int RUNS, int ITEMS> DEVICE void convolution_direct_weight(
-    float *sums_out, const typename T::Bits *x, const typename T::Bits *g, int split_pixels) {
+    float *sums_out, const typename T::Bits *x, const typename T::Bits *g, int batch, int split_pixels) {
     constexpr int CHANNELS = S::GROUPS * S::OUT, K = S::KD * S::KH * S::KW * S::IN;
     constexpr int CHANNEL_TILES = (CHANNELS / V + RUNS - 1) / RUNS, ITEM_TILES = (K + ITEMS - 1) / ITEMS;
-    constexpr int ALL = S::BATCH * S::OD * S::OH * S::OW;
     __shared__ float shared[LANES * RUNS * V];
     int block = GROUP(0), run = THREAD % RUNS, lane = THREAD / RUNS;
     int channel = (block % CHANNEL_TILES * RUNS + run) * V;
     int first = ITEM_TILES > 1 ? block / CHANNEL_TILES % ITEM_TILES * ITEMS : 0;
     int split = block / (CHANNEL_TILES * ITEM_TILES);
-    int begin = split * split_pixels, end = min(begin + split_pixels, ALL);
+    int begin = split * split_pixels, end = min(begin + split_pixels, batch * (S::OD * S::OH * S::OW));
     int source = V > 1 ? channel : channel / S::OUT * S::IN;
     float sums[ITEMS][V];
 #pragma unroll

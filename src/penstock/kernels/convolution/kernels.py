@@ -1,10 +1,14 @@
-"""The launches of convolutions on a CUDA device, with sizes as constants."""
+"""The launches of convolutions on a CUDA device, with sizes as constants.
+
+The batch is an argument, and kernels are named by their text: those of one batch serve another.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from penstock.drivers.driver import Capabilities
 from penstock.fusion.groups import Group
@@ -12,7 +16,7 @@ from penstock.graph.convolution_reference import Geometry
 from penstock.graph.dtypes import bfloat16, float16
 from penstock.graph.implicit_convolution import IMPLICIT_TRANSPOSE, IMPLICIT_WEIGHT, window_of
 from penstock.graph.node import Node
-from penstock.kernels.source import KernelSource, head
+from penstock.kernels.source import KernelSource, digest, head
 from penstock.kernels.templates.launches import Launch, Lowering
 
 _LOCAL_BYTES = 48 << 10
@@ -53,10 +57,10 @@ _WEIGHT_TILES = {
 _STEP_PIXELS = (32, 16)  # of a stage: the first of which there are three stages
 
 
-def convolution_kernels(group: Group, capabilities: Capabilities, ending: str) -> Lowering:
+def convolution_kernels(group: Group, capabilities: Capabilities) -> Lowering:
     """The launches of a convolution, its transpose, or its gradient by the weight."""
     (node,) = group.nodes
-    writer = _Writer(node, capabilities, ending)
+    writer = _Writer(node, capabilities)
     if node.primitive is IMPLICIT_WEIGHT:
         return writer.weight_tiles() if node.attributes["tiled"] else writer.weight_direct()
     return writer.tiles() if node.attributes["tiled"] else writer.direct()
@@ -65,8 +69,8 @@ def convolution_kernels(group: Group, capabilities: Capabilities, ending: str) -
 class _Writer:
     """Writes the launches of a node."""
 
-    def __init__(self, node: Node, capabilities: Capabilities, ending: str) -> None:
-        self._node, self._units, self._ending = node, capabilities.compute_units, ending
+    def __init__(self, node: Node, capabilities: Capabilities) -> None:
+        self._node, self._units = node, capabilities.compute_units
         self._geometry: Geometry = node.attributes["geometry"]
         self._by_weight = node.primitive is IMPLICIT_WEIGHT
         tiled = node.attributes["tiled"]
@@ -95,7 +99,7 @@ class _Writer:
             pixels = self._result.shape[0] * math.prod(-(-length // stride) for length, stride in along)
         parts = -(-self._outputs // tile.columns) * phases * self._geometry.groups
         arguments = f"{tile.rows}, {tile.columns}, {tile.warps[0]}, {tile.warps[1]}, {step}, {stages}"
-        call = f"convolution_tiles<TYPE, SHAPE, {arguments}>(out, x, y);"
+        call = f"convolution_tiles<TYPE, SHAPE, {arguments}>(out, x, y, batch);"
         grid = -(-pixels // tile.rows) * parts
         return Lowering((self._launch("tiles", call, grid, tile.threads, tile.resident),))
 
@@ -105,7 +109,7 @@ class _Writer:
         lines = math.prod(self._result.shape[:-2])
         runs = -(-self._result.shape[-2] // _DIRECT_PIXELS)
         tasks = lines * runs * (self._result.shape[-1] // width)
-        call = f"convolution_direct<TYPE, SHAPE, {width}, {_DIRECT_PIXELS}>(out, x, y);"
+        call = f"convolution_direct<TYPE, SHAPE, {width}, {_DIRECT_PIXELS}>(out, x, y, batch);"
         grid = -(-tasks // _DIRECT_THREADS)
         return Lowering((self._launch("direct", call, grid, _DIRECT_THREADS, 1),))
 
@@ -118,8 +122,8 @@ class _Writer:
         stages = _stages(pixels * line)
         splits, share = self._splits(tiles, tile.resident, pixels)
         arguments = f"{tile.rows}, {tile.columns}, {tile.warps[0]}, {tile.warps[1]}, {pixels}, {stages}"
-        call = f"convolution_weight_tiles<TYPE, SHAPE, {arguments}>(out, x, y, {share});"
-        return self._summed("weight_tiles", call, tiles, splits, tile.threads, tile.resident)
+        call = f"convolution_weight_tiles<TYPE, SHAPE, {arguments}>(out, x, y, batch, share);"
+        return self._summed("weight_tiles", call, tiles, splits, share, tile.threads, tile.resident)
 
     def weight_direct(self) -> Lowering:
         """The same, where threads sum up the products of their pixels."""
@@ -129,8 +133,8 @@ class _Writer:
         tiles = -(-(self._result.shape[-1] // width) // runs) * -(-self._inner // items)
         splits, share = self._splits(tiles, 4, 1)
         arguments = f"{width}, {_WEIGHT_THREADS // runs}, {runs}, {items}"
-        call = f"convolution_direct_weight<TYPE, SHAPE, {arguments}>(out, x, y, {share});"
-        return self._summed("weight_direct", call, tiles, splits, _WEIGHT_THREADS, 1)
+        call = f"convolution_direct_weight<TYPE, SHAPE, {arguments}>(out, x, y, batch, share);"
+        return self._summed("weight_direct", call, tiles, splits, share, _WEIGHT_THREADS, 1)
 
     def _step_bytes(self, tile: _Tile) -> int:
         """The bytes of a row in a stage: a line, if channels of 4 bytes fill lines and two stages fit."""
@@ -151,14 +155,18 @@ class _Writer:
         share = -(-share // pixels) * pixels
         return -(-self._pixels // share), share
 
-    def _summed(self, name: str, call: str, tiles: int, splits: int, threads: int, resident: int) -> Lowering:
+    def _summed(
+        self, name: str, call: str, tiles: int, splits: int, share: int, threads: int, resident: int
+    ) -> Lowering:
         """The launch of all splits, which writes to scratch, and the launch that adds up what they wrote."""
         size = self._node.size
-        parts = self._launch(name, call, tiles * splits, threads, resident, out="float32", number=3)
-        sums = f"convolution_sum_splits<TYPE, {size}, {splits}>(out, x);"
+        parts = self._launch(name, call, tiles * splits, threads, resident, "float32", 3, {"share": share})
+        sums = f"convolution_sum_splits<TYPE, {size}>(out, x, splits);"
         grid = -(-size // _SUM_ITEMS)
-        whole = self._kernel("sum", sums, {"out": self._bits}, {"x": "float32"}, grid, _SUM_THREADS, 1)
-        return Lowering((parts, Launch(whole, (0, 3), operations=size * splits)), (4 * size * splits,))
+        read = {"x": "float32"}
+        whole = self._kernel("sum", sums, {"out": self._bits}, read, ("splits",), grid, _SUM_THREADS, 1)
+        summed = Launch(whole, (0, 3), (splits,), operations=size * splits)
+        return Lowering((parts, summed), (4 * size * splits,))
 
     def _launch(
         self,
@@ -169,32 +177,39 @@ class _Writer:
         resident: int,
         out: str = "",
         number: int = 0,
+        sizes: Mapping[str, int] = MappingProxyType({}),
     ) -> Launch:
-        """A launch that reads both inputs and writes the buffer of this number."""
-        inputs = {"x": self._bits, "y": self._bits}
-        source = self._kernel(name, call, {"out": out or self._bits}, inputs, grid, threads, resident)
+        """A launch that reads both inputs and writes the buffer of this number; `sizes`: more arguments."""
+        inputs, sizes = {"x": self._bits, "y": self._bits}, {"batch": self._image.shape[0], **sizes}
+        outputs = {"out": out or self._bits}
+        source = self._kernel(name, call, outputs, inputs, tuple(sizes), grid, threads, resident)
         operations = self._node.primitive.operations_of(self._node)
-        return Launch(source, (number, 1, 2), operations=operations)
+        return Launch(source, (number, 1, 2), tuple(sizes.values()), operations=operations)
 
     def _kernel(
         self,
         name: str,
         call: str,
-        outputs: dict[str, str],
-        inputs: dict[str, str],
+        outputs: Mapping[str, str],
+        inputs: Mapping[str, str],
+        sizes: tuple[str, ...],
         grid: int,
         threads: int,
         resident: int,
     ) -> KernelSource:
-        name = f"convolution_{name}_{self._ending}"
+        constants = self._constants()
+        name = f"convolution_{name}_{digest(f'{constants} {call} {self._type} {threads} {resident}')}"
         shape = f"shape_of_{name}"
         call = call.replace("TYPE", f"convolving::{self._type}").replace("SHAPE", shape)
+        struct = f"struct {shape} {{ static constexpr int {constants}; }};\n"
         written, read = ([(dtype, given) for given, dtype in side.items()] for side in (outputs, inputs))
-        text = f"{self._struct(shape)}{head(name, written, read)}    convolving::{call}\n}}\n"
+        scalars = ("int32",) * len(sizes)
+        opening = head(name, written, read, list(zip(scalars, sizes, strict=True)))
+        text = f"{struct}{opening}    convolving::{call}\n}}\n"
         dtypes = (*outputs.values(), *inputs.values())
-        return KernelSource(name, text, dtypes, (), (grid,), (threads,), resident=resident)
+        return KernelSource(name, text, dtypes, scalars, (grid,), (threads,), resident=resident)
 
-    def _struct(self, name: str) -> str:
+    def _constants(self) -> str:
         """The sizes as constants of a type. Images of fewer than three axes have axes of length 1 before."""
         geometry, axes = self._geometry, len(self._sizes)
 
@@ -208,7 +223,6 @@ class _Writer:
         )
         constants = {
             "TRANSPOSED": int(self._node.primitive is IMPLICIT_TRANSPOSE),
-            "BATCH": self._image.shape[0],
             "GROUPS": geometry.groups,
             "IN": self._channels,
             "OUT": self._outputs,
@@ -220,8 +234,7 @@ class _Writer:
             **three("P", tuple(before for before, _ in geometry.padding), 0),
             **three("E", apart, 1),
         }
-        listed = ", ".join(f"{constant} = {number}" for constant, number in constants.items())
-        return f"struct {name} {{ static constexpr int {listed}; }};\n"
+        return ", ".join(f"{constant} = {number}" for constant, number in constants.items())
 
 
 def _fitting(tiles: Sequence[_Tile], length: int, side: Callable[[_Tile], int]) -> _Tile:

@@ -130,7 +130,7 @@ template <class T, class S, int ROW> struct Reader {
 // transpose: (batch, OD, OH, OW, GROUPS * OUT). A workgroup has ROWS pixels of the result, all of the same
 // remainders by the stride if it is a transpose, and COLUMNS channels of a group.
 template <class T, class S, int ROWS, int COLUMNS, int WARPS_M, int WARPS_N, int ROW, int STAGES>
-DEVICE void convolution_tiles(void *out, const void *x, const void *weight) {
+DEVICE void convolution_tiles(void *out, const void *x, const void *weight, int batch) {
     constexpr int COUNT = 32 * WARPS_M * WARPS_N, UNITS = ROW / 16, PASS = COUNT / UNITS;
     constexpr int BYTES = (ROWS + COLUMNS) * ROW;  // of a stage
     constexpr int M = ROWS / WARPS_M / 16, N = COLUMNS / WARPS_N / 8;
@@ -146,7 +146,7 @@ DEVICE void convolution_tiles(void *out, const void *x, const void *weight) {
     block /= PX * PY * PZ;
     int group = block % S::GROUPS, first_row = block / S::GROUPS * ROWS;
     int cz = (S::OD - rz + PZ - 1) / PZ, cy = (S::OH - ry + PY - 1) / PY, cx = (S::OW - rx + PX - 1) / PX;
-    int rows = S::BATCH * cz * cy * cx;
+    int rows = batch * cz * cy * cx;
     if (first_row >= rows) return;
     Axis az = axis_of<S::TRANSPOSED, S::KD, S::SD, S::AD, S::PD, S::ED>(rz);
     Axis ay = axis_of<S::TRANSPOSED, S::KH, S::SH, S::AH, S::PH, S::EH>(ry);
@@ -289,7 +289,7 @@ template <class T, int WIDTH, int LINES> struct Lines {
 // for images (batch, D, H, W, GROUPS * IN) and gradients (batch, OD, OH, OW, GROUPS * OUT). A workgroup has
 // ROWS channels of the gradient and COLUMNS of windows, and reads PIXELS at a time.
 template <class T, class S, int ROWS, int COLUMNS, int WARPS_M, int WARPS_N, int PIXELS, int STAGES>
-DEVICE void convolution_weight_tiles(float *sums_out, const void *x, const void *g, int split_pixels) {
+DEVICE void convolution_weight_tiles(float *sums_out, const void *x, const void *g, int batch, int split_pixels) {
     constexpr int COUNT = 32 * WARPS_M * WARPS_N, UNIT = 16 / T::BYTES, K = S::KD * S::KH * S::KW * S::IN;
     typedef Lines<T, ROWS, PIXELS> Left;
     typedef Lines<T, COLUMNS, PIXELS> Right;
@@ -299,7 +299,6 @@ DEVICE void convolution_weight_tiles(float *sums_out, const void *x, const void 
     constexpr int LEFT_TASKS = (PIXELS * LEFT_UNITS + COUNT - 1) / COUNT;
     constexpr int RIGHT_TASKS = (PIXELS * RIGHT_UNITS + COUNT - 1) / COUNT;
     constexpr int ROW_TILES = (S::OUT + ROWS - 1) / ROWS, COLUMN_TILES = (K + COLUMNS - 1) / COLUMNS;
-    constexpr int ALL = S::BATCH * S::OD * S::OH * S::OW;
     __shared__ __align__(1024) uchar memory[STAGES * BYTES];
     int block = GROUP(0);
     int column = block % COLUMN_TILES * COLUMNS;
@@ -307,7 +306,7 @@ DEVICE void convolution_weight_tiles(float *sums_out, const void *x, const void 
     int row = block % ROW_TILES * ROWS;
     block /= ROW_TILES;
     int group = block % S::GROUPS, split = block / S::GROUPS;
-    int begin = split * split_pixels, end = min(begin + split_pixels, ALL);
+    int begin = split * split_pixels, end = min(begin + split_pixels, batch * (S::OD * S::OH * S::OW));
     uint start = shared_address(memory);
 
     // What a thread reads of windows: where it is in a window, and in a pixel.
@@ -431,15 +430,15 @@ DEVICE void convolution_weight_tiles(float *sums_out, const void *x, const void 
         }
 }
 
-// The sum of SPLITS arrays of SIZE items. Eight threads share an item.
-template <class T, int SIZE, int SPLITS> DEVICE void convolution_sum_splits(
-    typename T::Bits *out, const float *parts) {
+// The sum of so many arrays of SIZE items. Eight threads share an item.
+template <class T, int SIZE> DEVICE void convolution_sum_splits(
+    typename T::Bits *out, const float *parts, int splits) {
     __shared__ float sums[256];
     int item = GROUP(0) * 32 + THREAD % 32;
     float sum = 0;
     if (item < SIZE)
 #pragma unroll 4
-        for (int split = THREAD / 32; split < SPLITS; split += 8) sum += parts[(long)split * SIZE + item];
+        for (int split = THREAD / 32; split < splits; split += 8) sum += parts[(long)split * SIZE + item];
     sums[THREAD] = sum;
     BARRIER;
     if (THREAD < 32 && item < SIZE) {
