@@ -211,6 +211,11 @@ def test_everything_may_be_dropped() -> None:
     ps.sum(F.dropout(x, 1.0) + x).backward()
     assert x.grad is not None
     assert x.grad.numpy().tolist() == np.ones((2, 3, 4)).tolist()
+    for drop in (F.dropout, F.dropout1d, F.alpha_dropout):
+        x.grad = None
+        drop(x, 1.0).sum().backward()
+        assert x.grad is not None
+        assert x.grad.numpy().tolist() == np.zeros((2, 3, 4)).tolist()
 
 
 def test_a_single_item_has_a_slope() -> None:

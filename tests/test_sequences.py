@@ -234,6 +234,15 @@ def test_attention_with_heads(device: Device) -> None:
     assert nothing is None
 
 
+def test_weights_of_attention_are_those_after_dropout() -> None:
+    layer = nn.MultiheadAttention(4, 1, dropout=0.5, batch_first=True, device="host")
+    x = ps.asarray(normal(2, 8, 4), device="host")
+    result, weights = layer(x, x, x)
+    value = layer._projected(x, x, x)[2].numpy()
+    np.testing.assert_allclose(result.numpy(), layer.out_proj(weights @ value).numpy(), rtol=1e-5, atol=1e-6)
+    assert (weights.numpy() == 0).any()
+
+
 def test_attention_of_other_widths_and_one_sequence() -> None:
     layer = nn.MultiheadAttention(4, 2, kdim=3, vdim=5, device="host")
     names = ["q_proj_weight", "k_proj_weight", "v_proj_weight"]
