@@ -50,7 +50,7 @@ def dropout3d(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
 _ALPHA = -1.7580993408473766  # the limit of selu at minus infinity
 
 
-def alpha_dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
+def alpha_dropout(x: Tensor, p: float = 0.5, training: bool = False) -> Tensor:
     """Set items to the lower limit of selu, and scale all so that mean and variance stay the same.
 
     >>> ps.nn.functional.alpha_dropout(ps.ones((2, 3))).shape
