@@ -144,6 +144,9 @@ def test_orders_that_make_no_sense_are_refused() -> None:
     with pytest.raises(PenstockError, match="no device 'abacus'"):
         penstock("train", "--device", "abacus")
     assert not Path("runs").exists()
+    for arguments in (["--out", ""], ["--out="], ["--data", ""], ["--model="], ["--config", ""]):
+        with pytest.raises(SettingError, match=f"the path after {arguments[0]} is empty"):
+            penstock("train", *arguments)
     Path("run/checkpoints").mkdir(parents=True)
     Path("run/checkpoints/step-00000001.safetensors").touch()
     with pytest.raises(SettingError, match="run holds a run already; --resume run"):

@@ -207,10 +207,15 @@ def test_integers_are_refused_where_they_would_be_cut_off() -> None:
 def test_everything_may_be_dropped() -> None:
     x = ps.ones((2, 3, 4)).requires_grad_()
     for drop in (F.dropout, F.dropout1d, F.alpha_dropout):
-        assert not drop(x, 1.0).numpy().any()
+        assert not drop(x, 1.0, True).numpy().any()
     ps.sum(F.dropout(x, 1.0) + x).backward()
     assert x.grad is not None
     assert x.grad.numpy().tolist() == np.ones((2, 3, 4)).tolist()
+    for drop in (F.dropout, F.dropout1d, F.alpha_dropout):
+        x.grad = None
+        drop(x, 1.0, True).sum().backward()
+        assert x.grad is not None
+        assert x.grad.numpy().tolist() == np.zeros((2, 3, 4)).tolist()
 
 
 def test_a_single_item_has_a_slope() -> None:
@@ -225,6 +230,16 @@ def test_binary_cross_entropy_of_both_its_inputs(device: Device) -> None:
 
     chances = sigmoid(normal(3, 4, seed=4).astype(np.float64)).astype(np.float32)
     check(device, {"bce": (F.binary_cross_entropy, formula)}, chances, CHANCES)
+
+
+def test_losses_at_the_ends_of_their_settings() -> None:
+    x, labels = ps.asarray([[1.0, 2.0, 4.0]]), ps.asarray([2])
+    uniform = -log_softmax(x.numpy()).mean()
+    for weight in (None, ps.ones(3)):
+        loss = F.cross_entropy(x, labels, weight, label_smoothing=1.0)
+        assert loss.item() == pytest.approx(uniform, rel=1e-5)
+    assert np.isnan(F.kl_div(ps.zeros(2), ps.asarray([-0.5, 0.5]), "none").numpy()).tolist() == [True, False]
+    assert F.kl_div(ps.asarray(0.5), ps.asarray(1.0), "batchmean").item() == -0.5
 
 
 def test_binary_cross_entropy_of_certain_chances_is_finite() -> None:
@@ -629,7 +644,8 @@ def test_dropout_of_channels_and_of_selu() -> None:
     whole = nn.Dropout3d(0.5)(ps.ones((40, 20, 2, 1, 3))).numpy().reshape(800, 6)
     assert set(map(tuple, whole.tolist())) == {(0.0,) * 6, (2.0,) * 6}
     x = ps.asarray(normal(200, 200))
-    dropped = F.alpha_dropout(x, 0.3).numpy()
+    assert F.alpha_dropout(x, 0.3) is x, "as in PyTorch, where it is off unless training=True"
+    dropped = F.alpha_dropout(x, 0.3, training=True).numpy()
     assert dropped.mean() == pytest.approx(0, abs=0.02)
     assert dropped.std() == pytest.approx(1, abs=0.02)
     assert nn.AlphaDropout(0.3).eval()(x) is x

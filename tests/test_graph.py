@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -104,6 +105,16 @@ def test_pow_has_finite_gradients_at_zero() -> None:
     x, y = at(np.array([0.0, 0.0, 2.0])), at(np.array([2.0, 0.0, 0.0]))
     for part in gradients(elementwise.pow_(x, y), None, [x, y]):
         assert np.all(np.isfinite(evaluate(part)))
+
+
+@pytest.mark.parametrize("power", [0, 1, 2, 3])
+def test_pow_has_gradients_of_any_order_at_zero(power: int) -> None:
+    x, y = at(np.array([0.0, 2.0])), at(np.full(2, float(power)))
+    node = elementwise.pow_(x, y)
+    for order in range(1, 5):
+        (node,) = gradients(node, None, [x])
+        exponent = max(power - order, 0)
+        assert evaluate(node).tolist() == [math.perm(power, order) * item**exponent for item in (0, 2)]
 
 
 def test_where_sends_the_gradient_to_the_side_taken() -> None:

@@ -259,6 +259,35 @@ def test_samples_of_different_lengths(lengths: list[int], multiple: int, width: 
     np.testing.assert_array_equal(values[:, 0], np.repeat(lengths, lengths))
 
 
+def test_images_of_more_than_8_bits_are_not_cut_off(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    (tmp_path / "class").mkdir()
+    pixels = np.array([[0, 257 * 100], [257 * 200, 65535]], np.uint16)
+    image.fromarray(pixels).save(tmp_path / "class" / "a.png")
+    image.fromarray(pixels.astype(np.float32)).save(tmp_path / "class" / "b.tiff")
+    folder = ImageFolder(tmp_path)
+    np.testing.assert_allclose(folder[0][0], np.stack([pixels / 65535] * 3), rtol=1e-6)
+    with pytest.raises(DataError, match=r"b.tiff have no known range \(mode F\); give a transform"):
+        folder[1]
+
+
+def test_numbers_of_a_batch_have_a_dtype_that_holds_them() -> None:
+    for samples in ([2.5, 1], [1, 2.5], [1.0, 2.0], [True, 0.5]):
+        assert next(iter(Loader(samples, 2, device=HOST))).dtype == ps.float32
+    assert next(iter(Loader([1, 2], 2, device=HOST))).dtype == ps.int64
+    with pytest.raises(DataError, match="uint64 and in a signed dtype, and none holds them all"):
+        next(iter(Loader([1, 2**63 + 1], 2, device=HOST)))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"batch": 2.0}, {"batch": True}, {"workers": 0.5}, {"start": 1.5}, {"seed": 1.5}], ids=str
+)
+def test_counts_of_a_loader_are_integers(wrong: dict[str, Any]) -> None:
+    ((name, count),) = wrong.items()
+    with pytest.raises(DataError, match=f"{name} is an integer, and {count} was given"):
+        Loader(range(4), **{"batch": 2} | wrong)
+
+
 def test_ragged_samples_are_refused_with_what_would_do() -> None:
     samples = [np.zeros(3), np.zeros(5)]
     with pytest.raises(DataError, match=r"shapes, such as \(3,\), \(5,\); collate=ps.data.padded"):

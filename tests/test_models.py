@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 import penstock as ps
 from penstock.errors import CheckpointError
 from penstock.models import LanguageModel, weights
+from penstock.models.attending import whole
 
 CASES = list(cases.CONFIGS)
 # Not these: scalings of rotary embeddings that are other constants in the same kernels, whatever the length
@@ -222,6 +223,11 @@ def test_a_configuration_without_a_key_means_what_transformers_has_by_default() 
     assert built("gemma2", "final_logit_softcapping").sizes.logit_softcap == 30
     assert built("gemma2", attn_logit_softcapping=None).sizes.softcap is None
     assert built("gemma3").sizes.softcap is None
+    assert built("gemma3", attn_logit_softcapping=5.0).sizes.softcap is None, "which transformers ignores"
+    assert built("gemma3", final_logit_softcapping=5.0).sizes.logit_softcap == 5
+    gpt = built("gpt2")
+    assert (gpt.dropout.p, gpt.blocks[0].dropout.p) == (0.1, 0.1)
+    assert gpt.blocks[0].attention.attention_dropout.p == 0.1
     without = built("gemma3", "rope_theta", "rope_local_base_freq").sizes.rotaries
     assert without == built("gemma3", rope_theta=1e6, rope_local_base_freq=1e4).sizes.rotaries
     assert built("mistral", "sliding_window").sizes.windows == (4096, 4096)
@@ -299,6 +305,50 @@ def test_a_loaded_model_has_no_dropout_until_it_is_trained(tmp_path: Path) -> No
     ids = ps.asarray(cases.tokens(2, cases.LENGTH), device="host")
     exact = model(ids).numpy()
     assert np.abs(model.train()(ids).numpy() - exact).max() > 0.1
+
+
+@pytest.mark.parametrize("key", ["resid_pdrop", "embd_pdrop", "attn_pdrop"])
+def test_each_dropout_of_a_configuration_has_its_own_place(key: str, tmp_path: Path) -> None:
+    none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    built("gpt2", **none | {key: 0.25}).save(tmp_path)
+    model = ps.models.load(tmp_path, device="host").train()
+    ids = ps.asarray(cases.tokens(2, 4), device="host")
+    assert json.loads((tmp_path / "config.json").read_text())[key] == 0.25
+    assert np.abs(model(ids).numpy() - model(ids).numpy()).max() > 1e-4
+    assert model.training
+    embedded = model.embed(ids, whole(2, 4, "host")).numpy()
+    assert (embedded == 0).any() == (key == "embd_pdrop")
+    block = model.blocks[0]
+    assert [block.dropout.p, block.attention.dropout.p] == [0.25 * (key == "resid_pdrop")] * 2
+    model.generate([1, 2, 3], 4)  # in which nothing is dropped
+
+
+def test_dropout_of_attention_weights() -> None:
+    ps.random.manual_seed(1)
+    attention = ps.nn.CausalSelfAttention(8, 2, attention_dropout=0.25, device="host")
+    x = ps.asarray(cases.weight("x", (4, 6, 8)), device="host").requires_grad_()
+    exact = attention.eval()(x).numpy()
+    attention.train()
+    drawn = np.stack([attention(x).numpy() for _ in range(400)])
+    assert np.abs(drawn.mean(0) - exact).max() < 0.1, "it keeps the mean"
+    first = drawn[:, :, 0] - attention.out.bias.numpy()  # which attends to itself alone, if at all
+    nothing = (np.abs(first) < 1e-6).all(-1).mean()
+    assert nothing == pytest.approx(0.25**2, abs=0.03), "of both heads"
+    attention(x).sum().backward()
+    assert x.grad is not None
+    assert np.isfinite(x.grad.numpy()).all()
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma2"])
+def test_attention_dropout_of_other_families(case: str) -> None:
+    model = built(case, attention_dropout=0.5)
+    ids = ps.asarray(cases.tokens(2, 5), device="host")
+    assert np.abs(model(ids).numpy() - model(ids).numpy()).max() > 1e-4
+    model.generate([1, 2, 3], 4)
+    model.eval()
+    np.testing.assert_array_equal(model(ids).numpy(), model(ids).numpy())
+    with pytest.raises(CheckpointError, match="attention_dropout is a number from 0 to less than 1"):
+        built(case, attention_dropout=1.0)
 
 
 def test_loading_has_no_second_copy_on_the_host(loaded: Load, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -374,7 +374,12 @@ def test_bad_sizes_shapes_and_dtypes_are_named() -> None:
         r"attention: shapes \(2, 3\), \(2, 2\)": lambda: F.scaled_dot_product_attention(x, x[:, :2], x),
         r"mse_loss: shapes \(2, 3\) and \(3, 2\)": lambda: F.mse_loss(x, x.T),
         "targets of shape": lambda: F.cross_entropy(x, ids),
-        r"label_smoothing is in \[0, 1\), and 1": lambda: F.cross_entropy(x, ids[:, 0], label_smoothing=1),
+        r"label_smoothing is from 0 to 1, and 2": lambda: F.cross_entropy(x, ids[:, 0], label_smoothing=2),
+        "ignore_index=1 is for classes": lambda: F.cross_entropy(x, x, ignore_index=1),
+        r"weights of shape \(7, .* for losses": lambda: F.binary_cross_entropy(x, x, ps.ones((7, *x.shape))),
+        r"weights of shape \(9, .* for losses": lambda: F.binary_cross_entropy_with_logits(
+            x, x, pos_weight=ps.ones((9, *x.shape))
+        ),
         r"from 0 to 4, and \[7\]": lambda: model.generate([7], 1).ids,
         r"and \[\] was given": lambda: model.generate([], 1).ids,
         "a temperature is 0 or more": lambda: model.generate([1], 1, temperature=-1).ids,

@@ -234,6 +234,33 @@ def test_attention_with_heads(device: Device) -> None:
     assert nothing is None
 
 
+def test_sequences_are_as_long_as_the_longest() -> None:
+    x = ps.asarray(normal(5, 2, 3), device="host")
+    for lengths, whole in (([2, 3], 3), (np.array([2, 3]), 3), (ps.asarray([2, 3], device="host"), 5)):
+        out, known = pad_packed_sequence(pack_padded_sequence(x, lengths))  # type: ignore[arg-type]
+        assert out.shape == (whole, 2, 3)
+        assert known.tolist() == [2, 3]
+    packed = pack_padded_sequence(x, [2, 3])
+    out, _ = pad_packed_sequence(packed, batch_first=True, padding_value=7.0, total_length=4)
+    assert (out.numpy()[0, 2:] == 7).all()
+    np.testing.assert_array_equal(out.numpy()[1, :3], x.numpy()[:3, 1])
+    with pytest.raises(ValueError, match="total_length is 3 or more, and 2 was given"):
+        pad_packed_sequence(packed, total_length=2)
+    parts = [ps.asarray([1.0]), ps.asarray([2.0, 3.0])]
+    assert pad_sequence(parts, True, padding_side="left").tolist() == [[0, 1], [2, 3]]
+    with pytest.raises(ValueError, match="padding_side is 'left' or 'right'"):
+        pad_sequence(parts, padding_side="both")
+
+
+def test_weights_of_attention_are_those_after_dropout() -> None:
+    layer = nn.MultiheadAttention(4, 1, dropout=0.5, batch_first=True, device="host")
+    x = ps.asarray(normal(2, 8, 4), device="host")
+    result, weights = layer(x, x, x)
+    value = layer._projected(x, x, x)[2].numpy()
+    np.testing.assert_allclose(result.numpy(), layer.out_proj(weights @ value).numpy(), rtol=1e-5, atol=1e-6)
+    assert (weights.numpy() == 0).any()
+
+
 def test_attention_of_other_widths_and_one_sequence() -> None:
     layer = nn.MultiheadAttention(4, 2, kdim=3, vdim=5, device="host")
     names = ["q_proj_weight", "k_proj_weight", "v_proj_weight"]

@@ -13,6 +13,21 @@ import penstock as ps
 from penstock import nn
 from penstock.nn import functional as F  # noqa: N812
 
+
+def test_tensors_of_two_devices_are_refused_where_the_host_computes_too() -> None:
+    here, there = ps.asarray([1.0, 2.0], device="host"), ps.asarray([1.0, 2.0], device="opencl:0")
+    calls: list[Callable[[], Any]] = [
+        lambda: ps.searchsorted(here, there),
+        lambda: ps.masked_select(here, there > 1),
+        lambda: ps.take_along_dim(here, ps.asarray([0], device="opencl:0")),
+        lambda: ps.meshgrid(here, there, indexing="ij"),
+        lambda: ps.searchsorted(here, np.asarray([1.5]), sorter=there),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"tensors are on .* use to_device first"):
+            call()
+
+
 # What stands behind the tensor in functions that need more.
 MORE: dict[str, tuple[Any, ...]] = {
     "astype": (ps.float32,),

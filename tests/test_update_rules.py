@@ -439,6 +439,61 @@ def test_one_cycle_of_rate_and_momentum(kind: str) -> None:
         scheduler.step()
 
 
+def test_a_cycled_beta_corrects_the_bias_as_if_it_had_always_been() -> None:
+    weight = ps.ones((2,), device="host").requires_grad_()
+    optimizer = optim.Adam([weight], lr=0.1, betas=(0.9, 0.99))
+    scheduler = optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=12)
+    value, mean, square = 1.0, 0.0, 0.0
+    for number in range(1, 13):
+        rate, (first, second) = optimizer.lr, optimizer.param_groups[0]["betas"]
+        mean, square = first * mean + (1 - first) * value, second * square + (1 - second) * value**2
+        ((weight * weight).sum() * 0.5).backward()
+        optimizer.step()
+        size = rate / (1 - first**number)
+        value -= size * mean / (math.sqrt(square / (1 - second**number)) + 1e-8)
+        assert weight.tolist() == pytest.approx([value] * 2, rel=1e-5)
+        if number < 12:
+            scheduler.step()
+
+
+def test_a_sequence_may_go_on_from_the_rate_before() -> None:
+    optimizer = optim.SGD([ps.ones((2,), device="host").requires_grad_()], lr=1.0)
+    parts = [
+        optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+        optim.lr_scheduler.MultiplicativeLR(optimizer, lambda epoch: 0.1),
+        optim.lr_scheduler.StepLR(optimizer, 1, 0.25),
+    ]
+    scheduler = optim.lr_scheduler.SequentialLR(optimizer, parts, [2, 4])
+    rates = []
+    for _ in range(6):
+        rates.append(optimizer.lr)
+        scheduler.step()
+    assert rates == pytest.approx([1, 0.5, 0.05, 0.005, 1, 0.25])
+
+
+@pytest.mark.parametrize(
+    ("mode", "threshold", "metrics", "kept"),
+    [
+        ("min", "rel", (-1.0, -0.95), True),  # PyTorch's share of a negative metric
+        ("min", "rel", (-1.0, -0.85), False),
+        ("max", "abs", (-1.0, -0.95), False),
+        ("max", "abs", (-1.0, -0.85), True),
+        ("max", "rel", (math.inf, 2.0), False),
+        ("min", "abs", (-math.inf, -9.0), False),
+        ("min", "abs", (math.nan, math.nan), False),
+    ],
+)
+def test_what_a_plateau_is(mode: str, threshold: str, metrics: tuple[float, float], kept: bool) -> None:
+    weights = [ps.ones((2,), device="host").requires_grad_() for _ in range(2)]
+    optimizer = optim.SGD([{"params": [weight]} for weight in weights], lr=1.0)
+    scheduler = optim.lr_scheduler.ReduceLROnPlateau(
+        optimizer, mode, 0.0, 0, 0.1, threshold, min_lr=[0.5, 0.25]
+    )
+    scheduler.step(0.0 if math.isnan(metrics[0]) else metrics[0])
+    scheduler.step(metrics[1])
+    assert scheduler.get_last_lr() == ([1, 1] if kept else [0.5, 0.25])
+
+
 def test_a_plateau_lowers_the_rate() -> None:
     optimizer = optim.SGD([ps.ones((2,), device="host").requires_grad_()], lr=1.0)
     scheduler = optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1, cooldown=1)
@@ -461,5 +516,18 @@ def test_what_schedulers_refuse() -> None:
         optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=5)
     with pytest.raises(TypeError, match="for an optimizer, and float was given"):
         optim.lr_scheduler.ExponentialLR(0.1, 0.5)  # type: ignore[arg-type]
+    for make, message in (
+        (lambda: optim.lr_scheduler.StepLR(optimizer, 0), "step_size is 1 or more, and 0"),
+        (lambda: optim.lr_scheduler.LinearLR(optimizer, total_iters=0), "total_iters is 1 or more, and 0"),
+        (lambda: optim.lr_scheduler.PolynomialLR(optimizer, 0), "total_iters is 1 or more, and 0"),
+        (lambda: optim.lr_scheduler.CosineAnnealingLR(optimizer, 0), "T_max is 1 or more, and 0"),
+        (lambda: optim.lr_scheduler.ConstantLR(optimizer, 2.0), "factor is from 0 to 1, and 2"),
+        (
+            lambda: optim.lr_scheduler.ReduceLROnPlateau(optimizer, min_lr=[0.1, 0.2]),
+            "1 groups need as many min_lr, and 2",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
     with pytest.raises(ValueError, match="nesterov needs a momentum, and no dampening"):
         optim.SGD([ps.ones((2,)).requires_grad_()], nesterov=True)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import Annotated, TextIO
+from itertools import pairwise
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand
 
 import penstock
 from penstock.cli import (
@@ -28,8 +30,22 @@ from penstock.cli import (
     training,
 )
 from penstock.collectives.world import communicator
-from penstock.errors import PenstockError, PenstockWarning
+from penstock.errors import PenstockError, PenstockWarning, SettingError
 from penstock.terminal import complain, say
+
+_PATHS = ("--compare", "--config", "--data", "--model", "--out", "--rates", "--save")
+
+
+class _Command(TyperCommand):
+    """A command that refuses an empty path, such as `--out "$UNSET"`, which would be the present folder."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """See `click.Command`."""
+        for option, value in pairwise([*args, "end"]):
+            if (option in _PATHS and not value) or option in [f"{name}=" for name in _PATHS]:
+                raise SettingError(f"the path after {option} is empty")
+        return super().parse_args(ctx, args)
+
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -66,8 +82,8 @@ for _command in (
     benching.bench,
     caches.cache,
 ):
-    app.command(_command.__name__)(_command)
-app.command("eval")(evaluating.evaluate)
+    app.command(_command.__name__, cls=_Command)(_command)
+app.command("eval", cls=_Command)(evaluating.evaluate)
 # What follows the name of a script belongs to the script.
 app.command("advise", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
     advising.advise

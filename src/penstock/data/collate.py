@@ -72,6 +72,9 @@ def _joined(samples: Sequence[Any], join: Callable[[list[Array]], Array]) -> Any
         return tuple(_joined(list(parts), join) for parts in zip(*samples, strict=True))
     if isinstance(first, (str, bytes)) or first is None:
         return list(samples)
+    if any(isinstance(sample, float) for sample in samples):
+        # Whole numbers among them, too: the dtype of a batch does not depend on which samples are in it.
+        samples = [float(sample) if type(sample) is int else sample for sample in samples]
     return join([_array(sample) for sample in samples])
 
 
@@ -92,7 +95,12 @@ def _stacked(arrays: list[Array]) -> Array:
             f"the samples of a batch have different shapes, such as {few}; collate=ps.data.padded fills them "
             f"up, and collate=ps.data.packed puts them one after the other"
         )
-    return np.stack(arrays)
+    result = np.stack(arrays)
+    if result.dtype.kind == "f" and all(array.dtype.kind in "iu" for array in arrays):
+        raise DataError(
+            "the integers of a batch are in uint64 and in a signed dtype, and none holds them all"
+        )
+    return result
 
 
 def _lengths(samples: Sequence[Any]) -> Ints:

@@ -112,7 +112,14 @@ class ImageFolder:
             with Image.open(path) as image:
                 if self._transform is not None:
                     return self._transform(image), number
-                rgb = image.convert("RGB")
+                if image.mode in ("I", "F"):
+                    raise DataError(
+                        f"the pixels of {path} have no known range (mode {image.mode}); give a transform"
+                    )
+                if image.mode.startswith("I;16"):  # which Pillow would cut off at 255
+                    rgb = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+                else:
+                    rgb = image.convert("RGB")
         except (OSError, UnidentifiedImageError) as error:
             raise DataError(f"the image {path} cannot be read: {error}") from error
         if self._size is not None:

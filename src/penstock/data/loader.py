@@ -50,7 +50,9 @@ class Loader:
         device: Device | str | None = None,
         start: int = 0,
     ) -> None:
-        """`shuffle`: in an order that depends on `seed` and on the epoch. `drop_last`: no shorter last batch.
+        """A loop that was left early is gone on with by the next one, as that over a new loader with `start`.
+
+        `shuffle`: in an order that depends on `seed` and on the epoch. `drop_last`: no shorter last batch.
 
         Processes make the batches, as many as `workers`, or else a thread of this process does. In processes,
         the generators of `random` and of NumPy are seeded anew for each batch, so that batches do not depend
@@ -58,6 +60,9 @@ class Loader:
         that are its turn. `collate` makes a batch of samples; `padded` and `packed` are for
         samples of different lengths. `start` is the number of a sample, from `state`, to resume there.
         """
+        for name, count in (("batch", batch), ("workers", workers), ("start", start), ("seed", seed)):
+            if isinstance(count, bool) or not isinstance(count, (int, np.integer)):
+                raise DataError(f"{name} is an integer, and {count!r} was given")
         if batch < 1 or start < 0 or workers < 0:
             raise DataError(
                 f"a batch has 1 or more samples, workers and the start are 0 or more, and {batch}, {workers} "

@@ -359,10 +359,11 @@ def _divide_gradient(g: Node, x: Node, y: Node) -> tuple[Node, Node]:
 
 def _pow_gradient(g: Node, n: Node, x: Node, y: Node) -> tuple[Node, Node]:
     # The gradient of x is 0 at y = 0 for every x; that of y is 0 at x = 0, where the logarithm is not finite.
-    zero = like(g, 0)
-    slope = multiply(y, pow_(x, subtract(y, like(y, 1))))
-    to_x = where(equal(y, zero), zero, multiply(g, slope))
-    to_y = where(equal(x, zero), zero, multiply(g, multiply(n, log(x))))
+    # There x counts as 1, as the gradients of these would be NaN, too, if they were not finite.
+    zero, flat, none = like(g, 0), equal(y, like(y, 0)), equal(x, like(x, 0))
+    slope = multiply(y, pow_(where(flat, like(x, 1), x), subtract(y, like(y, 1))))
+    to_x = where(flat, zero, multiply(g, slope))
+    to_y = where(none, zero, multiply(g, multiply(n, log(where(none, like(x, 1), x)))))
     return to_x, to_y
 
 

@@ -70,12 +70,14 @@ class Attention:
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        dropout: float = 0.0,
     ) -> Tensor:
-        """The attended values of a layer."""
+        """The attended values of a layer; `dropout` is that of attention weights, in training."""
         return F.scaled_dot_product_attention(
             query,
             key,
             value,
+            dropout_p=dropout,
             is_causal=True,
             scale=scale,
             enable_gqa=True,
@@ -158,8 +160,10 @@ class PagedAttention(Attention):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        dropout: float = 0.0,
     ) -> Tensor:
         """Write the keys and values of a layer, and attend to all that its sequences have by now."""
+        assert not dropout, "pages are for generation, in which nothing is dropped"
         if key.shape[2] == 1 and not self._fresh:
             given = (self._caches[layer], self._table, self.positions, self._counts)
             mixed, pages = paged_step(query, key, value, *given, scale, window, softcap, self._counters)

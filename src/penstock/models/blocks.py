@@ -46,6 +46,7 @@ class Architecture:
     head_norms: bool = False  # of queries and keys
     scale: float | None = None  # of scores; None: by the size of a head
     softcap: float | None = None  # of scores
+    attention_dropout: float = 0.0  # of attention weights, in training
     logit_softcap: float | None = None
     norms_around: bool = False  # a norm before and after each half of a block; otherwise only before
     norm_offset: float = 0.0  # added to the weights of norms
@@ -85,6 +86,7 @@ class SelfAttention(Module):
         self.layer, self.heads, self.key_heads, self.head_size = layer, queries, keys, sizes.head_size
         self.rotary, self.window, self.softcap = sizes.rotaries[layer], sizes.windows[layer], sizes.softcap
         self.scale = self.head_size**-0.5 if sizes.scale is None else sizes.scale
+        self.dropout = sizes.attention_dropout
         self.q_proj = Linear(width, queries * self.head_size, sizes.qkv_bias, device)
         self.k_proj = Linear(width, keys * self.head_size, sizes.qkv_bias, device)
         self.v_proj = Linear(width, keys * self.head_size, sizes.qkv_bias, device)
@@ -102,7 +104,9 @@ class SelfAttention(Module):
             query, key = self.q_norm(query), self.k_norm(key)
         query = rotated(query, attention.queries(self.layer).angles(self.rotary))
         key = rotated(key, attention.angles(self.rotary))
-        mixed = attention.attend(self.layer, query, key, value, self.scale, self.window, self.softcap)
+        limits = (self.scale, self.window, self.softcap)
+        dropped = self.dropout if self.training else 0.0
+        mixed = attention.attend(self.layer, query, key, value, *limits, dropped)
         batch, _, length, _ = mixed.shape
         return self.o_proj(reshape(permute_dims(mixed, (0, 2, 1, 3)), (batch, length, -1)))
 

@@ -51,13 +51,15 @@ class CausalSelfAttention(Module):
         bias: bool = True,
         device: Where = None,
         layer: int = 0,
+        attention_dropout: float = 0.0,
     ) -> None:
+        """`dropout` is that of the output, and `attention_dropout` that of attention weights."""
         if heads < 1 or width % heads:
             raise ValueError(f"a width of {width} cannot be divided among {heads} heads")
         self.heads, self.layer = heads, layer
         self.qkv = Linear(width, 3 * width, bias, device)
         self.out = Linear(width, width, bias, device)
-        self.dropout = Dropout(dropout)
+        self.dropout, self.attention_dropout = Dropout(dropout), Dropout(attention_dropout)
 
     def forward(self, x: Tensor, attention: Attention | None = None) -> Tensor:
         """The attended values of each position."""
@@ -68,8 +70,13 @@ class CausalSelfAttention(Module):
         batch, length, wide = qkv.shape
         width = wide // 3
         parts = reshape(qkv, (batch, length, 3, self.heads, width // self.heads))
-        if attention is None or not attention.cached:
+        dropped = self.attention_dropout.p if self.training else 0.0
+        if (attention is None or not attention.cached) and not dropped:
             mixed = F.packed_attention(parts, is_causal=True)
+        elif attention is None or not attention.cached:
+            query, key, value = (permute_dims(parts[:, :, at], (0, 2, 1, 3)) for at in range(3))
+            mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropped, is_causal=True)
+            mixed = permute_dims(mixed, (0, 2, 1, 3))
         else:
             queries = attention.taken(self.layer, qkv)[:, :, :width]
             query = reshape(queries, (batch, -1, self.heads, width // self.heads))
@@ -97,9 +104,10 @@ class Block(Module):
         eps: float = 1e-5,
         device: Where = None,
         layer: int = 0,
+        attention_dropout: float = 0.0,
     ) -> None:
         self.norm1 = LayerNorm(width, eps, bias=bias, device=device)
-        self.attention = CausalSelfAttention(width, heads, dropout, bias, device, layer)
+        self.attention = CausalSelfAttention(width, heads, dropout, bias, device, layer, attention_dropout)
         self.norm2 = LayerNorm(width, eps, bias=bias, device=device)
         self.up = Linear(width, 4 * width, bias, device)
         self.down = Linear(4 * width, width, bias, device)
@@ -136,8 +144,14 @@ class GPT(LanguageModel):
         eps: float = 1e-5,
         device: Where = None,
         initialize: bool = True,
+        embedding_dropout: float | None = None,
+        attention_dropout: float = 0.0,
     ) -> None:
-        """`initialize`: draw the weights; otherwise they have to be loaded."""
+        """`initialize`: draw the weights; otherwise they have to be loaded.
+
+        `dropout` is that of the outputs of attention and feed-forward networks, and of embeddings too unless
+        `embedding_dropout` is given; `attention_dropout` is that of attention weights.
+        """
         sizes = {
             "vocab_size": vocab_size,
             "context": context,
@@ -152,8 +166,11 @@ class GPT(LanguageModel):
         self.eps = eps
         self.tokens = Embedding(vocab_size, width, device=device)
         self.positions = Embedding(context, width, device=device)
-        self.dropout = Dropout(dropout)
-        self.blocks = [Block(width, heads, dropout, bias, eps, device, layer) for layer in range(layers)]
+        self.dropout = Dropout(dropout if embedding_dropout is None else embedding_dropout)
+        self.blocks = [
+            Block(width, heads, dropout, bias, eps, device, layer, attention_dropout)
+            for layer in range(layers)
+        ]
         self.norm = LayerNorm(width, eps, bias=bias, device=device)
         if initialize:
             self.draw_weights()
@@ -201,9 +218,9 @@ class GPT(LanguageModel):
             "n_head": self.heads,
             "layer_norm_epsilon": self.eps,
             "activation_function": "gelu_new",
-            "resid_pdrop": self.dropout.p,
+            "resid_pdrop": self.blocks[0].dropout.p,
             "embd_pdrop": self.dropout.p,
-            "attn_pdrop": 0.0,
+            "attn_pdrop": self.blocks[0].attention.attention_dropout.p,
             "tie_word_embeddings": True,
         }
         return {**self.config, **own}
@@ -240,17 +257,16 @@ def gpt2(settings: Settings, device: Where) -> GPT:
     width = settings.integer("n_embd")
     if settings.integer("n_inner", 4 * width) != 4 * width:
         raise settings.error("n_inner", f"4 times n_embd, {4 * width}")
-    for name in ("resid_pdrop", "layer_norm_epsilon"):
-        if not 0 <= settings.number(name, 0.0) < 1:
-            raise settings.error(name, "a number from 0 to less than 1")
     return GPT(
         vocab_size=settings.integer("vocab_size"),
         context=settings.integer("n_positions"),
         width=width,
         layers=settings.integer("n_layer"),
         heads=settings.integer("n_head"),
-        dropout=settings.number("resid_pdrop", 0.0),
-        eps=settings.number("layer_norm_epsilon", 1e-5),
+        dropout=settings.share("resid_pdrop", 0.1),
+        embedding_dropout=settings.share("embd_pdrop", 0.1),
+        attention_dropout=settings.share("attn_pdrop", 0.1),
+        eps=settings.share("layer_norm_epsilon", 1e-5),
         device=device,
         initialize=False,
     )

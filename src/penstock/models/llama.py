@@ -43,6 +43,7 @@ def architecture_of(settings: Settings, **variants: Any) -> Architecture:
         "tied": settings.boolean("tie_word_embeddings", False),
         "activation": settings.choice("hidden_act", "silu", ACTIVATIONS),
         "initial_std": settings.number("initializer_range", 0.02),
+        "attention_dropout": settings.share("attention_dropout", 0.0),
     }
     if "rotaries" not in variants:
         variants["rotaries"] = (rotary_of(settings, head_size, context),) * layers

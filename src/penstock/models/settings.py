@@ -50,6 +50,13 @@ class Settings:
             raise self.error(name, "a number of more than 0")
         return value
 
+    def share(self, name: str, default: float) -> float:
+        """A number from 0 to less than 1."""
+        value = self.number(name, default)
+        if not 0 <= value < 1:
+            raise self.error(name, "a number from 0 to less than 1")
+        return value
+
     def optional_number(self, name: str, missing: float | None = None) -> float | None:
         """A number, or None where it is null; `missing` where it is not there."""
         return self.number(name) if self.has(name) else None if name in self.values else missing

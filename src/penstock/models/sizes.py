@@ -18,6 +18,9 @@ def _gpt2(width: int, layers: int, heads: int, context: int = 1024) -> Config:
         "n_embd": width,
         "n_layer": layers,
         "n_head": heads,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
     }
 
 
@@ -115,7 +118,7 @@ SIZES: dict[str, Config] = {
 def sized(name: str, vocab_size: int, context: int = 0, dropout: float = 0.0) -> dict[str, Any]:
     """The configuration of a named size, with another vocabulary, and another context unless that is 0.
 
-    GPT-2 may have dropout.
+    GPT-2 may have dropout, of embeddings and residual paths.
     """
     config = SIZES[name]
     changes: dict[str, Any] = {"vocab_size": vocab_size}

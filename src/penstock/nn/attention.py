@@ -96,7 +96,8 @@ class MultiheadAttention(Module):
         if need_weights:
             scores = (*q.shape[:-1], k.shape[-2])
             weights = Masked(k, v, mask, scores, 0 if is_causal else None).weights(q, 0, q.shape[-1] ** -0.5)
-            mixed = matmul(F.dropout(weights, dropped), v)
+            weights = F.dropout(weights, dropped)
+            mixed = matmul(weights, v)
             weights = mean(weights, axis=1) if average_attn_weights else weights
             weights = weights[0] if unbatched else weights
         else:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from penstock.optim.optimizer import Optimizer, Parameters
 from penstock.tensor.arithmetic import abs as abs_
-from penstock.tensor.arithmetic import exp, expm1, maximum, sign, sqrt, where
+from penstock.tensor.arithmetic import exp, expm1, log, maximum, sign, sqrt, where
+from penstock.tensor.arithmetic import round as round_
 from penstock.tensor.core import Tensor
 from penstock.tensor.reduction import sum as sum_
 
@@ -17,7 +18,7 @@ Betas = tuple[float, float]
 class _Moments(Optimizer):
     """The base of Adam's variants: moments of the gradients, and the powers of the betas.
 
-    The powers are products of the betas of all steps, and correct the moments for their start at 0.
+    The powers correct the moments for their start at 0.
     """
 
     elementwise = True
@@ -41,7 +42,13 @@ class _Moments(Optimizer):
         self._add_state("square")
 
     def _next_counts(self, at: int, counts: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [counts[0] * self._setting(at, "beta1"), counts[1] * self._setting(at, "beta2")]
+        first, second = self._setting(at, "beta1"), self._of(at)["beta2"]
+        square = counts[1] * second
+        if not isinstance(first, Tensor) or not second:
+            return [counts[0] * first, square]
+        # A scheduler varies the first, whose present value counts as if it had always been this one, as in
+        # PyTorch. The power of the other tells how many steps there were, while those of either are not 0.
+        return [first ** round_(log(square) / math.log(second)), square]
 
     def _moments(self, at: int, grad: Tensor) -> tuple[Tensor, Tensor]:
         first, second = self._setting(at, "beta1"), self._setting(at, "beta2")

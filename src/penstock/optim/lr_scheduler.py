@@ -68,6 +68,11 @@ class LRScheduler:
             group["lr"] = self.rate(self.base_lrs[at], self.last_epoch, at)
 
 
+def _check_steps(name: str, steps: int) -> None:
+    if steps < 1:
+        raise ValueError(f"{name} is 1 or more, and {steps} was given")
+
+
 def _outside_jit() -> None:
     if capture.get() is not None:
         raise CaptureError("scheduler.step() is called between the calls of a jitted function, not inside")
@@ -104,6 +109,7 @@ class StepLR(LRScheduler):
     def __init__(
         self, optimizer: Optimizer, step_size: int, gamma: float = 0.1, last_epoch: int = -1
     ) -> None:
+        _check_steps("step_size", step_size)
         self.step_size, self.gamma = step_size, gamma
         super().__init__(optimizer, last_epoch)
 
@@ -144,6 +150,8 @@ class ConstantLR(LRScheduler):
     def __init__(
         self, optimizer: Optimizer, factor: float = 1 / 3, total_iters: int = 5, last_epoch: int = -1
     ) -> None:
+        if not 0 <= factor <= 1:
+            raise ValueError(f"factor is from 0 to 1, and {factor} was given")
         self.factor, self.total_iters = factor, total_iters
         super().__init__(optimizer, last_epoch)
 
@@ -165,6 +173,7 @@ class LinearLR(LRScheduler):
     ) -> None:
         if not 0 < start_factor <= 1 or not 0 <= end_factor <= 1:
             raise ValueError(f"factors are up to 1, and {start_factor} and {end_factor} were given")
+        _check_steps("total_iters", total_iters)
         self.start_factor, self.end_factor, self.total_iters = start_factor, end_factor, total_iters
         super().__init__(optimizer, last_epoch)
 
@@ -180,6 +189,7 @@ class PolynomialLR(LRScheduler):
     def __init__(
         self, optimizer: Optimizer, total_iters: int = 5, power: float = 1.0, last_epoch: int = -1
     ) -> None:
+        _check_steps("total_iters", total_iters)
         self.total_iters, self.power = total_iters, power
         super().__init__(optimizer, last_epoch)
 
@@ -198,6 +208,7 @@ class CosineAnnealingLR(LRScheduler):
         eta_min: float = 0.0,
         last_epoch: int = -1,
     ) -> None:
+        _check_steps("T_max", T_max)
         self.T_max, self.eta_min = T_max, eta_min
         super().__init__(optimizer, last_epoch)
 
@@ -303,7 +314,10 @@ class OneCycleLR(LRScheduler):
 
 
 class SequentialLR(LRScheduler):
-    """Schedulers in sequence, each starting from its own step 0 at its milestone."""
+    """Schedulers in sequence, each starting from its own step 0 at its milestone.
+
+    A `MultiplicativeLR` goes on from the rate before its milestone, and others from the initial rate.
+    """
 
     def __init__(
         self,
@@ -324,7 +338,10 @@ class SequentialLR(LRScheduler):
         """See `LRScheduler`."""
         at = bisect_right(self.milestones, epoch)
         start = self.milestones[at - 1] if at else 0
-        return self.schedulers[at].rate(base, epoch - start, group)
+        part = self.schedulers[at]
+        if start and isinstance(part, MultiplicativeLR):
+            base = self.rate(base, start - 1, group) * part.lr_lambdas[group](0)
+        return part.rate(base, epoch - start, group)
 
 
 class ChainedScheduler(LRScheduler):
@@ -352,7 +369,11 @@ def _check_of(optimizer: Optimizer, schedulers: Sequence[LRScheduler]) -> None:
 
 
 class ReduceLROnPlateau:
-    """Multiplies the rate by `factor` when a metric has not improved for more than `patience` steps."""
+    """Multiplies the rate by `factor` when a metric has not improved for more than `patience` steps.
+
+    An improvement is by more than `threshold`, or than that share of the best metric. `min_lr` is a number,
+    or one for each group.
+    """
 
     def __init__(
         self,
@@ -363,22 +384,23 @@ class ReduceLROnPlateau:
         threshold: float = 1e-4,
         threshold_mode: str = "rel",
         cooldown: int = 0,
-        min_lr: float = 0.0,
+        min_lr: float | Sequence[float] = 0.0,
         eps: float = 1e-8,
     ) -> None:
         if mode not in ("min", "max") or threshold_mode not in ("rel", "abs"):
             raise ValueError(
                 f"mode is min or max and threshold_mode rel or abs; {mode!r}, {threshold_mode!r} were given"
             )
-        if not 0 < factor < 1:
-            raise ValueError(f"factor is between 0 and 1, and {factor} was given")
+        if not 0 <= factor < 1:
+            raise ValueError(f"factor is from 0 to less than 1, and {factor} was given")
+        count = len(optimizer.param_groups)
+        self.min_lrs = [float(min_lr)] * count if isinstance(min_lr, (int, float)) else list(min_lr)
+        if len(self.min_lrs) != count:
+            raise ValueError(f"{count} groups need as many min_lr, and {len(self.min_lrs)} were given")
         self.optimizer, self.factor, self.patience = optimizer, factor, patience
-        self.min_lr, self.eps, self.cooldown = min_lr, eps, cooldown
-        self._sign, self._relative, self._threshold = (
-            (1 if mode == "min" else -1),
-            threshold_mode == "rel",
-            threshold,
-        )
+        self.eps, self.cooldown = eps, cooldown
+        self._sign = 1 if mode == "min" else -1
+        self._relative, self._threshold = threshold_mode == "rel", threshold
         self.best = math.inf * self._sign
         self.num_bad_epochs = self.cooldown_counter = self.last_epoch = 0
 
@@ -398,17 +420,18 @@ class ReduceLROnPlateau:
         if self.cooldown_counter > 0:
             self.cooldown_counter, self.num_bad_epochs = self.cooldown_counter - 1, 0
         if self.num_bad_epochs > self.patience:
-            for group in self.optimizer.param_groups:
-                lower = max(group["lr"] * self.factor, self.min_lr)
+            for group, least in zip(self.optimizer.param_groups, self.min_lrs, strict=True):
+                lower = max(group["lr"] * self.factor, least)
                 if group["lr"] - lower > self.eps:
                     group["lr"] = lower
             self.cooldown_counter, self.num_bad_epochs = self.cooldown, 0
 
     def _better(self, value: float) -> bool:
-        if math.isinf(self.best):
-            return value * self._sign < math.inf
-        margin = abs(self.best) * self._threshold if self._relative else self._threshold
-        return value * self._sign < self.best * self._sign - margin
+        if self._relative:  # as in PyTorch, which lets a negative metric get worse by its share
+            wanted = self.best * (1 - self._sign * self._threshold)
+        else:
+            wanted = self.best - self._sign * self._threshold
+        return value * self._sign < wanted * self._sign
 
     def state_dict(self) -> dict[str, Any]:
         """The state, as plain numbers."""

@@ -26,7 +26,7 @@ class SGD(Optimizer):
     def __init__(
         self,
         parameters: Parameters,
-        lr: float = 0.01,
+        lr: float = 1e-3,
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,

@@ -52,7 +52,7 @@ def operands(*values: Any, name: str) -> list[Tensor]:
 
 
 def as_tensors(name: str, *values: Any) -> list[Tensor]:
-    """Tensors and NumPy arrays, at least one of them a tensor, as tensors on its device."""
+    """Tensors of one device and NumPy arrays, at least one of them a tensor, as tensors on its device."""
     tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, np.ndarray):
@@ -61,6 +61,10 @@ def as_tensors(name: str, *values: Any) -> list[Tensor]:
             device_of(name, *values)  # its error comes first
             raise TypeError(f"{name} takes tensors and NumPy arrays, and {type(value).__name__} was given")
         tensors.append(value)
+    for tensor in tensors:
+        if tensor.device is not tensors[0].device:
+            names = f"{tensors[0].device.name} and {tensor.device.name}"
+            raise ValueError(f"{name}: tensors are on {names}; use to_device first")
     return tensors
 
 

@@ -69,7 +69,7 @@ def searchsorted(
     x1, x2 = as_tensors("searchsorted", x1, x2)
     if x1.ndim != 1:
         raise ValueError(f"searchsorted takes a sorted vector, and the shape is {x1.shape}")
-    order = None if sorter is None else np.asarray(sorter)
+    order = None if sorter is None else as_tensors("searchsorted", x1, sorter)[1].numpy()
     indices = np.searchsorted(x1.numpy(), x2.numpy(), side, order)  # type: ignore[call-overload]
     return from_numpy(np.asarray(indices, np.int32 if out_int32 else np.int64), x1.device)
 

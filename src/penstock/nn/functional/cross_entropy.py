@@ -48,6 +48,8 @@ def cross_entropy(
     """
     _check_smoothing(label_smoothing)
     if _are_probabilities("cross_entropy", x, target):
+        if ignore_index >= 0:
+            raise ValueError(f"cross_entropy: ignore_index={ignore_index} is for classes, not probabilities")
         logits, probabilities = _classes_last(x), _classes_last(target)
         return _of_probabilities(logits, probabilities, label_smoothing, weight, reduction)
     _check_classes("cross_entropy", x, target)
@@ -239,8 +241,8 @@ def _check_integers(name: str, target: Tensor) -> None:
 
 
 def _check_smoothing(smoothing: float) -> None:
-    if not 0 <= smoothing < 1:
-        raise ValueError(f"label_smoothing is in [0, 1), and {smoothing} was given")
+    if not 0 <= smoothing <= 1:
+        raise ValueError(f"label_smoothing is from 0 to 1, and {smoothing} was given")
 
 
 def _check_weight(name: str, weight: Tensor | None, classes: int) -> None:

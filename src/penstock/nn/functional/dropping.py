@@ -8,6 +8,7 @@ from penstock.tensor import random
 from penstock.tensor.arithmetic import where
 from penstock.tensor.core import Tensor
 from penstock.tensor.creation import zeros_like
+from penstock.tensor.dtypes import bool_
 
 
 def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
@@ -49,7 +50,7 @@ def dropout3d(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
 _ALPHA = -1.7580993408473766  # the limit of selu at minus infinity
 
 
-def alpha_dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
+def alpha_dropout(x: Tensor, p: float = 0.5, training: bool = False) -> Tensor:
     """Set items to the lower limit of selu, and scale all so that mean and variance stay the same.
 
     >>> ps.nn.functional.alpha_dropout(ps.ones((2, 3))).shape
@@ -59,10 +60,15 @@ def alpha_dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     if not training or p == 0:
         return x
     if p == 1:
-        return zeros_like(x)
+        return _nothing_of(x)
     keep = random.bernoulli(1 - p, x.shape, x.device)
     scale = 1 / math.sqrt((1 - p) * (1 + p * _ALPHA**2))
     return where(keep, x, _ALPHA) * scale - scale * _ALPHA * p
+
+
+def _nothing_of(x: Tensor) -> Tensor:
+    """Zeros that are a function of `x`, so that its gradient is zeros, too."""
+    return where(zeros_like(x, dtype=bool_), x, zeros_like(x))
 
 
 def check_probability(p: float) -> None:
@@ -82,6 +88,6 @@ def _dropped(x: Tensor, p: float, training: bool, shape: tuple[int, ...]) -> Ten
     if not training or p == 0:
         return x
     if p == 1:
-        return zeros_like(x)
+        return _nothing_of(x)
     keep = random.bernoulli(1 - p, shape, x.device)
     return where(keep, x * (1 / (1 - p)), zeros_like(x))

@@ -94,7 +94,7 @@ def binary_cross_entropy(
     _check_shapes("binary_cross_entropy", x, target)
     value = target * _log_of(x) + (1 - target) * _log_not(x)
     losses = lasting_vjp(-value.detach(), [x, target], _probability_gradients)
-    return reduced(losses if weight is None else losses * weight, reduction)
+    return reduced(_weighted("binary_cross_entropy", losses, weight), reduction)
 
 
 def _log_not(x: Tensor) -> Tensor:
@@ -126,9 +126,10 @@ def binary_cross_entropy_with_logits(
     """
     _check_shapes("binary_cross_entropy_with_logits", x, target)
     less = logsigmoid(x)
-    scaled = less if pos_weight is None else less * ((pos_weight - 1) * target + 1)
-    losses = (1 - target) * x - scaled
-    return reduced(losses if weight is None else losses * weight, reduction)
+    if pos_weight is not None:
+        less = _weighted("binary_cross_entropy_with_logits", less, (pos_weight - 1) * target + 1)
+    losses = (1 - target) * x - less
+    return reduced(_weighted("binary_cross_entropy_with_logits", losses, weight), reduction)
 
 
 @composite
@@ -146,10 +147,10 @@ def kl_div(x: Tensor, target: Tensor, reduction: str = "mean", log_target: bool 
     if log_target:
         losses = exp(target) * (target - x)
     else:
-        positive = target > 0
-        losses = where(positive, target * (log(where(positive, target, 1.0)) - x), 0.0)
+        nothing = equal(target, 0)
+        losses = where(nothing, 0.0, target * (log(where(nothing, 1.0, target)) - x))
     if reduction == "batchmean":
-        return sum_(losses) / x.shape[0]
+        return sum_(losses) / (x.shape[0] if x.ndim else 1)
     return reduced(losses, reduction)
 
 
@@ -187,6 +188,13 @@ def cosine_embedding_loss(
         raise ValueError(f"cosine_embedding_loss: {cosine.shape} pairs and targets of shape {target.shape}")
     apart = where(cosine > margin, cosine - margin, 0.0)
     return reduced(where(equal(target, 1), 1 - cosine, apart), reduction)
+
+
+def _weighted(name: str, losses: Tensor, weight: Tensor | None) -> Tensor:
+    """Losses times weights that broadcast to their shape."""
+    if weight is not None and common_shape(losses.shape, weight.shape) != losses.shape:
+        raise ValueError(f"{name}: weights of shape {weight.shape} for losses of shape {losses.shape}")
+    return losses if weight is None else losses * weight
 
 
 def _check_shapes(name: str, x: Tensor, target: Tensor) -> None:

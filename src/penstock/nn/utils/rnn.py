@@ -12,6 +12,7 @@ from penstock.tensor.core import Tensor, from_numpy
 from penstock.tensor.creation import arange, full
 from penstock.tensor.dtypes import int64
 from penstock.tensor.manipulation import astype, concat, moveaxis, reshape, stack
+from penstock.tensor.padding import pad
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,10 @@ def pack_padded_sequence(
     batch_first: bool = False,
     enforce_sorted: bool = False,
 ) -> PackedSequence:
-    """Padded sequences with their lengths, for recurrent layers; in any order unless `enforce_sorted`."""
+    """Padded sequences with their lengths, for recurrent layers; in any order unless `enforce_sorted`.
+
+    What is longer than all sequences is cut off, unless the lengths are a tensor, which is not read.
+    """
     if input.ndim < 2:
         raise ValueError(f"padded sequences have 2 axes or more, and the shape {input.shape} was given")
     padded = moveaxis(input, 0, 1) if batch_first else input
@@ -43,16 +47,24 @@ def pack_padded_sequence(
         if enforce_sorted and (np.diff(array) > 0).any():
             raise ValueError(f"enforce_sorted needs descending lengths, and {array.tolist()} were given")
         lengths = from_numpy(array, input.device)
+        padded = padded[: int(array.max())] if array.size else padded
     if lengths.shape != padded.shape[1:2]:
         raise ValueError(f"a length is needed for each of {padded.shape[1]}, not shape {lengths.shape}")
     return PackedSequence(padded, astype(lengths, int64))
 
 
 def pad_packed_sequence(
-    sequence: PackedSequence, batch_first: bool = False, padding_value: float = 0.0
+    sequence: PackedSequence,
+    batch_first: bool = False,
+    padding_value: float = 0.0,
+    total_length: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The sequences, with `padding_value` beyond their ends, and their lengths."""
+    """The sequences, with `padding_value` beyond their ends up to `total_length`, and their lengths."""
     padded = sequence.padded
+    if total_length is not None:
+        if total_length < padded.shape[0]:
+            raise ValueError(f"total_length is {padded.shape[0]} or more, and {total_length} was given")
+        padded = pad(padded, (*[0] * (2 * padded.ndim - 1), total_length - padded.shape[0]))
     times = reshape(arange(padded.shape[0], device=padded.device), (-1, 1))
     inside = reshape(times < sequence.lengths, (*padded.shape[:2], *[1] * (padded.ndim - 2)))
     result = where(inside, padded, padding_value)
@@ -60,15 +72,21 @@ def pad_packed_sequence(
 
 
 def pad_sequence(
-    sequences: Sequence[Tensor], batch_first: bool = False, padding_value: float = 0.0
+    sequences: Sequence[Tensor],
+    batch_first: bool = False,
+    padding_value: float = 0.0,
+    padding_side: str = "right",
 ) -> Tensor:
-    """Stack sequences, padded with `padding_value` to the length of the longest."""
+    """Stack sequences, padded with `padding_value` to the length of the longest at one side."""
     if not sequences:
         raise ValueError("pad_sequence needs a sequence")
+    if padding_side not in ("left", "right"):
+        raise ValueError(f"padding_side is 'left' or 'right', and {padding_side!r} was given")
     longest = max(sequence.shape[0] for sequence in sequences)
     padded = []
     for sequence in sequences:
         shape = (longest - sequence.shape[0], *sequence.shape[1:])
         rest = full(shape, padding_value, dtype=sequence.dtype, device=sequence.device)
-        padded.append(concat([sequence, rest]) if shape[0] else sequence)
+        parts = [sequence, rest] if padding_side == "right" else [rest, sequence]
+        padded.append(concat(parts) if shape[0] else sequence)
     return stack(padded, axis=0 if batch_first else 1)
