@@ -116,17 +116,29 @@ def arena_bytes(state: Compilation) -> int:
 def bytes_beside_arenas(state: Compilation, target: Target) -> int:
     """The rest of it, which is known before anything is packed."""
     freed = target.budget.freed(state.hosted_state) if target.budget else 0
-    return sum(counted_results(state, target).values()) - freed
+    return results_beside(state, target) - freed
 
 
 def counted_results(state: Compilation, target: Target) -> dict[Node, int]:
-    """What results take, with those of the last call."""
+    """What results take, with those of the last call.
+
+    State that is not written over its old value has both, from the second run on where that leaves a gap.
+    """
+    budget = target.budget or Budget(0)
+    times = {
+        base(state.wanted[at]): 2 if state.aliases.get(at) in budget.parts else 1
+        for at in budget.state_results
+    }
+    return {node: size_class(node.nbytes) * times.get(node, budget.results) for node in fresh_results(state)}
+
+
+def results_beside(state: Compilation, target: Target) -> int:
+    """What they take beside those of the last call that are there already."""
     budget = target.budget or Budget(0)
     once = {base(state.wanted[at]) for at in budget.state_results}
-    return {
-        node: size_class(node.nbytes) * (1 if node in once else budget.results)
-        for node in fresh_results(state)
-    }
+    counted = counted_results(state, target)
+    last = sum(nbytes - size_class(node.nbytes) for node, nbytes in counted.items() if node not in once)
+    return sum(counted.values()) - min(budget.last, last)
 
 
 def result_bytes(state: Compilation) -> int:
