@@ -504,6 +504,17 @@ def test_a_budget_serves_several_blocks_and_calls(host: Device) -> None:
     assert host.limit_bytes is None
 
 
+def test_a_jitted_function_may_get_a_budget(host: Device) -> None:
+    x = given_to(host)
+    step = ps.jit(chain)
+    expected, plan = step(x).numpy(), ps.memory.plan(step, x)
+    inside = ps.jit(step, memory=plan.smallest_bytes)
+    assert inside.__name__ == "chain"
+    assert inside(x).numpy().tobytes() == expected.tobytes()
+    with pytest.raises(OutOfDeviceMemory):
+        ps.jit(step, memory=plan.smallest_bytes - 1)(x)
+
+
 def test_budgets_of_several_threads_begin_and_end_at_any_time(host: Device) -> None:
     interval, errors = sys.getswitchinterval(), []
 

@@ -28,6 +28,8 @@ from penstock.compiler.taking import (
     price,
     results_beside,
     taken_bytes,
+    too_large,
+    too_large_text,
 )
 from penstock.compiler.target import Target
 from penstock.errors import OutOfDeviceMemory
@@ -414,6 +416,7 @@ def _refusal(smallest: Compilation, target: Target) -> OutOfDeviceMemory:
         f"if all is recomputed{_or_moved(smallest)} that can be. The smallest budget that would do is "
         f"{needed} bytes ({format_bytes(needed)}): {', '.join(parts)}. "
         + (f"The largest at the peak: {largest}. " if largest else "")
+        + (f"{too_large_text(large)}. " if (large := too_large(smallest)) else "")
         + "A smaller batch or context, float16 or bfloat16, or a smaller model needs less",
         asked=taken,
         live=budget.held,

@@ -62,10 +62,10 @@ def jit(function: Any = None, *, donate: int | Sequence[int] = (), memory: int |
     positions = (donate,) if isinstance(donate, int) else tuple(donate)
     limit = None if memory is None else parse_bytes(memory)
     if function is None:
-        return lambda given: functools.wraps(given)(_Jitted(given, positions, limit))
+        return lambda given: _Jitted(given, positions, limit)
     if not callable(function):
         raise TypeError(f"jit takes a function, and {type(function).__name__} was given")
-    return functools.wraps(function)(_Jitted(function, positions, limit))
+    return _Jitted(function, positions, limit)
 
 
 def schedules(function: Callable[..., Any]) -> list[Schedule]:
@@ -79,6 +79,7 @@ class _Jitted:
     """A function and its captured programs, by the shapes and Python values of its arguments."""
 
     def __init__(self, function: Callable[..., Any], donate: tuple[int, ...], memory: int | None) -> None:
+        functools.update_wrapper(self, function)  # first: a jitted function has attributes of the same names
         self._function = function
         self._donate = donate
         self._memory = memory  # the budget for calls
