@@ -37,7 +37,9 @@ def step_of(model: LanguageModel, batch: int, positions: int) -> Schedule:
     function: Any = ps.jit(decoder._take_token)
     traced = function._traced(tuple(given), {"needs": Needs()}, given)
     with ps.no_grad(), evaluating(), traced as (tracing, _, outputs):
-        return executables(ps.default_device()).schedule(_Traced("step", tracing, outputs).structure)
+        return executables(ps.default_device()).schedule(
+            _Traced("step", tracing, outputs, function._last).structure
+        )
 
 
 def empty_quantized(model: LanguageModel, bits: int) -> None:

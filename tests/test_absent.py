@@ -17,7 +17,7 @@ from penstock.compiler import budget
 from penstock.drivers.description import description_text, read_description
 from penstock.drivers.driver import Cost
 from penstock.drivers.rates import StepRates
-from penstock.errors import DeviceError, SettingError
+from penstock.errors import DeviceError, OutOfDeviceMemory, SettingError
 from penstock.execution.memory_plan import MemoryPlan
 from penstock.measuring import ceilings, step_rates
 from penstock.measuring.step_rates import fitted
@@ -84,6 +84,24 @@ def planned(device: str | Path | Device, batch: int, width: int = 32, precision:
 
     plan: MemoryPlan = ps.memory.plan(step, ps.asarray(np.zeros((batch, 33), np.int32)))
     return plan
+
+
+@pytest.mark.usefixtures("default")
+def test_a_plan_tells_what_is_too_large_for_kernels(tmp_path: Path) -> None:
+    """NumPy computes it on the host, which takes a time that no rate predicts, and is never moved."""
+    card = tmp_path / "h200.toml"
+    card.write_text(H200)
+    ps.use(str(card))
+    step = ps.jit(lambda x: ps.sum(ps.tanh(x[:, None] * ps.ones(1 << 15)) ** 2, axis=1))
+    small, large = (ps.memory.plan(step, ps.zeros(rows)) for rows in ((1 << 16) - 64, 1 << 16))
+    assert not small.note
+    assert small.unlimited_seconds
+    assert "float32[65536, 32768]" in large.note
+    assert large.note in str(large)
+    assert large.unlimited_seconds is None
+    assert large.step_seconds is None
+    with pytest.raises(OutOfDeviceMemory, match=r"NumPy computes .* steps on the host"):
+        ps.jit(step, memory="4GiB")(ps.zeros(1 << 16))
 
 
 @pytest.mark.usefixtures("default")

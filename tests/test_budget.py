@@ -485,6 +485,36 @@ def test_all_ways_to_set_a_budget_mean_the_same(host: Device) -> None:
     assert counts[1] > 0
 
 
+def test_a_budget_serves_several_blocks_and_calls(host: Device) -> None:
+    small = ps.memory.budget(1 << 20)
+    for _ in range(2):
+        with small:
+            with small, ps.memory.budget("1GiB"):
+                assert host.limit_bytes == 1 << 20
+            assert host.limit_bytes == 1 << 20
+        assert host.limit_bytes is None
+
+    @small
+    def limit() -> int | None:
+        return host.limit_bytes
+
+    assert [limit(), limit()] == [1 << 20, 1 << 20]
+    with pytest.raises(ZeroDivisionError), small:
+        1 / 0  # noqa: B018
+    assert host.limit_bytes is None
+
+
+def test_a_jitted_function_may_get_a_budget(host: Device) -> None:
+    x = given_to(host)
+    step = ps.jit(chain)
+    expected, plan = step(x).numpy(), ps.memory.plan(step, x)
+    inside = ps.jit(step, memory=plan.smallest_bytes)
+    assert inside.__name__ == "chain"
+    assert inside(x).numpy().tobytes() == expected.tobytes()
+    with pytest.raises(OutOfDeviceMemory):
+        ps.jit(step, memory=plan.smallest_bytes - 1)(x)
+
+
 def test_budgets_of_several_threads_begin_and_end_at_any_time(host: Device) -> None:
     interval, errors = sys.getswitchinterval(), []
 

@@ -90,6 +90,7 @@ def _plain(planned: MemoryPlan, limit: int) -> dict[str, object]:
         "smallest_bytes": planned.smallest_bytes,
         "unlimited_bytes": planned.unlimited_bytes,
         "fits": planned.smallest_bytes <= limit,
+        "too_large": list(planned.unlimited.too_large),
         "budgets": [
             {
                 "budget_bytes": row.budget_bytes,

@@ -26,7 +26,10 @@ from penstock.compiler.taking import (
     fresh_results,
     host_bytes,
     price,
+    results_beside,
     taken_bytes,
+    too_large,
+    too_large_text,
 )
 from penstock.compiler.target import Target
 from penstock.errors import OutOfDeviceMemory
@@ -96,7 +99,7 @@ class Ways:
             for step, group, written in zip(works.steps, state.groups, state.lowered, strict=True)
         ]
         self._order = least_deferred(works.steps, works.nbytes, works.kept)
-        self._results = counted_results(state, target)
+        self._results, self._beside = counted_results(state, target), results_beside(state, target)
         # NumPy on the host waits for the device, and with it for all copies.
         cost = None if None in state.lowered else target.link_cost()
         rates = target.rates
@@ -209,7 +212,7 @@ class Ways:
         stays = sum(self._nbytes[at] for at in (own.keys() - sequel.hosted) | (self._new - sequel.results))
         freed = budget.freed([own[at][0] for at in sequel.hosted]) if budget else 0
         freed += sum(self._results.get(self._works.nodes[at], 0) for at in sequel.results)
-        return sum(self._results.values()) + int(_SURE * (sequel.peak_bytes - stays)) - freed
+        return self._beside + int(_SURE * (sequel.peak_bytes - stays)) - freed
 
     def _outline(self, sequel: Sequel, with_time: bool) -> _Outline:
         early, sequence = self._link is not None and with_time, partial(replace, sequel)
@@ -393,7 +396,7 @@ def _planned(outline: _Outline, target: Target, most: int) -> Compilation | None
 def _refusal(smallest: Compilation, target: Target) -> OutOfDeviceMemory:
     budget = target.budget
     assert budget is not None
-    taken, results = taken_bytes(smallest, target), sum(counted_results(smallest, target).values())
+    taken, results = taken_bytes(smallest, target), results_beside(smallest, target)
     needed = budget.held + taken
     freed = budget.freed(smallest.hosted_state)
     parts = [
@@ -413,6 +416,7 @@ def _refusal(smallest: Compilation, target: Target) -> OutOfDeviceMemory:
         f"if all is recomputed{_or_moved(smallest)} that can be. The smallest budget that would do is "
         f"{needed} bytes ({format_bytes(needed)}): {', '.join(parts)}. "
         + (f"The largest at the peak: {largest}. " if largest else "")
+        + (f"{too_large_text(large)}. " if (large := too_large(smallest)) else "")
         + "A smaller batch or context, float16 or bfloat16, or a smaller model needs less",
         asked=taken,
         live=budget.held,

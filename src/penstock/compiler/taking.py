@@ -10,6 +10,7 @@ from penstock.compiler.compilation import Compilation
 from penstock.compiler.target import Budget, Target
 from penstock.drivers.driver import Cost
 from penstock.drivers.rates import Crossing
+from penstock.fusion.costs import MOST_ITEMS
 from penstock.fusion.groups import Group
 from penstock.fusion.views import base
 from penstock.graph.node import Kind, Node
@@ -18,6 +19,7 @@ from penstock.kernels.lower import Lowering
 from penstock.memory.pool import size_class
 
 _SHOWN = 4  # operations of a group, in its description
+_LARGEST = 2  # of what is too large, in a message
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Level:
     copies: tuple[Crossing, ...] = ()  # to the host and from there, beside the launches
     moved: tuple[tuple[str, int], ...] = ()  # to the host and back: what is, and how often, the largest first
     host_bytes: int = 0  # of the host's memory, for what is moved
+    too_large: tuple[str, ...] = ()  # what NumPy computes, as no kernel takes values of so many items
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,26 @@ def level(
         copies,
         tuple(Counter(described(node) for node in _moved_nodes(state)).items()),
         host_bytes(state),
+        too_large(state),
+    )
+
+
+def too_large(state: Compilation) -> tuple[str, ...]:
+    """What NumPy computes on the host, as its values have too many items for kernels; the largest first."""
+    found: list[tuple[int, str]] = []
+    for group, written in zip(state.groups, state.lowered, strict=True):
+        items = max(node.size for node in (*group.nodes, *group.inputs))
+        if written is None and items >= MOST_ITEMS:
+            found.append((items, _described(group)))
+    return tuple(name for _, name in sorted(found, key=lambda each: -each[0]))
+
+
+def too_large_text(names: Sequence[str]) -> str:
+    """The same for people."""
+    listed = ", ".join(list(dict.fromkeys(names))[:_LARGEST])
+    return (
+        f"NumPy computes {len(names)} steps on the host, as kernels take values of fewer than {MOST_ITEMS} "
+        f"items: {listed}. With a smaller batch or context, kernels compute all of it"
     )
 
 
@@ -116,17 +139,29 @@ def arena_bytes(state: Compilation) -> int:
 def bytes_beside_arenas(state: Compilation, target: Target) -> int:
     """The rest of it, which is known before anything is packed."""
     freed = target.budget.freed(state.hosted_state) if target.budget else 0
-    return sum(counted_results(state, target).values()) - freed
+    return results_beside(state, target) - freed
 
 
 def counted_results(state: Compilation, target: Target) -> dict[Node, int]:
-    """What results take, with those of the last call."""
+    """What results take, with those of the last call.
+
+    State that is not written over its old value has both, from the second run on where that leaves a gap.
+    """
+    budget = target.budget or Budget(0)
+    times = {
+        base(state.wanted[at]): 2 if state.aliases.get(at) in budget.parts else 1
+        for at in budget.state_results
+    }
+    return {node: size_class(node.nbytes) * times.get(node, budget.results) for node in fresh_results(state)}
+
+
+def results_beside(state: Compilation, target: Target) -> int:
+    """What they take beside those of the last call that are there already."""
     budget = target.budget or Budget(0)
     once = {base(state.wanted[at]) for at in budget.state_results}
-    return {
-        node: size_class(node.nbytes) * (1 if node in once else budget.results)
-        for node in fresh_results(state)
-    }
+    counted = counted_results(state, target)
+    last = sum(nbytes - size_class(node.nbytes) for node, nbytes in counted.items() if node not in once)
+    return sum(counted.values()) - min(budget.last, last)
 
 
 def result_bytes(state: Compilation) -> int:

@@ -23,6 +23,9 @@ class Budget:
     freed: Callable[[Collection[int]], int] = lambda hosted: 0  # how much of `held` is free if some do
     # Results that are state: the values before are held or gone, so they count once. They may lie there too.
     state_results: frozenset[int] = frozenset()
+    last: int = 0  # of `held`, bytes of results of the last call, which somebody still holds
+    # Inputs that share an allocation with others: a value of their own after a run frees nothing of it.
+    parts: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -353,10 +353,14 @@ class ExecutableCache:
         held = self._device.held_bytes() + arriving
         if state is None:
             return Budget(limit, held, results)
+        held += state.arriving
+        nodes = state.nodes()
+        parts = frozenset(at for at, node in nodes.items() if node.value.whole is not node.value)
+        known = Budget(limit, held, results, state_results=state.results, last=state.last(), parts=parts)
         if not self._device.capabilities.offloads:
-            return Budget(limit, held, results, state_results=state.results)
-        own = Residents(state.nodes(), self._device, state.lasts)
-        return Budget(limit, held + own.away_bytes, results, own.numbers, own.freed, state.results)
+            return known
+        own = Residents(nodes, self._device, state.lasts)
+        return replace(known, held=held + own.away_bytes, state=own.numbers, freed=own.freed)
 
     def _in_budget(self, schedule: Schedule, state: State | None) -> bool:
         """Whether a schedule can run within the limit now, and keeps all values where there is none."""

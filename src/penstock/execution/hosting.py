@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +37,8 @@ class State:
     results: frozenset[int] = frozenset()  # the numbers of those that are gradients or new values of tensors
 
     lasts: bool = True  # whether the same program runs again, so that what it has on the device stays there
+    arriving: int = 0  # bytes that other inputs at the host take when they come to the device
+    last: Callable[[], int] = lambda: 0  # bytes on the device of results of the last call that somebody holds
 
     @classmethod
     def of_expression(cls, structure: Structure) -> State:
@@ -47,6 +49,19 @@ class State:
     def nodes(self) -> dict[int, Node]:
         """The inputs, by number."""
         return {at: holder() for at, holder in self.holders.items()}
+
+
+def arriving_bytes(nodes: Iterable[Node], device: Device) -> int:
+    """What the device gives for those of some values that lie at the host, when they come."""
+    groups: dict[int, list[int]] = {}
+    for node in dict.fromkeys(nodes):
+        if isinstance(node.value, Buffer) and node.value.hosted:
+            groups.setdefault(node.value.memory.serial, []).append(node.nbytes)
+    return sum(_taken(sizes, device.capabilities) for sizes in groups.values())
+
+
+def _taken(sizes: Sequence[int], capabilities: Capabilities) -> int:
+    return sum(size_class(nbytes) for _, _, nbytes in side_by_side(sizes, capabilities))
 
 
 class Residents:
@@ -91,8 +106,7 @@ class Residents:
         return freed
 
     def _taken(self, numbers: Sequence[int]) -> int:
-        sizes = [self._sizes[at] for at in numbers]
-        return sum(size_class(nbytes) for _, _, nbytes in side_by_side(sizes, self._capabilities))
+        return _taken([self._sizes[at] for at in numbers], self._capabilities)
 
 
 def settle(nodes: Sequence[Node], hosted: Collection[int], device: Device) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
-from penstock.compiler.taking import Level, Levels
+from penstock.compiler.taking import Level, Levels, too_large_text
 from penstock.drivers.driver import Cost
 from penstock.drivers.rates import Crossing, StepRates
 from penstock.execution import rates
@@ -30,6 +30,7 @@ class PlannedBudget:
     copies: tuple[Crossing, ...] = field(default=(), repr=False)  # to the host and from there, beside them
     moved: tuple[tuple[str, int], ...] = ()  # to the host and back: what is, and how often, the largest first
     host_bytes: int = 0  # of the host's memory, for what is moved
+    too_large: tuple[str, ...] = ()  # what NumPy computes, which takes far longer than kernels would
 
     @property
     def text(self) -> str:
@@ -56,6 +57,7 @@ def _planned(held: int, level: Level) -> PlannedBudget:
         level.copies,
         level.moved,
         level.host_bytes,
+        level.too_large,
     )
 
 
@@ -112,6 +114,12 @@ class MemoryPlan:
         return replace(self, _levels=replace(levels, first=lambda: self._first, less=less))
 
     @property
+    def note(self) -> str:
+        """Why it takes far more time and memory than smaller sizes would; empty if it does not."""
+        large = self.unlimited.too_large
+        return too_large_text(large) if large else ""
+
+    @property
     def unlimited_bytes(self) -> int:
         """What is taken without a budget."""
         return self.unlimited.budget_bytes
@@ -140,18 +148,23 @@ class MemoryPlan:
 
     @cached_property
     def _rates(self) -> StepRates | None:
-        """The rates of the device; measured once, and kept on disk. None: it cannot be measured."""
+        """The rates of the device; measured once, and kept on disk.
+
+        None: it cannot be measured, or NumPy computes large values.
+        """
+        if self.note:
+            return None
         dtypes = {cost.product for cost in self.unlimited.launches if cost.product}
         return self._planned_for.driver.rates or rates.step_rates(self._planned_for, dtypes)
 
     @property
     def unlimited_seconds(self) -> float | None:
-        """The predicted time of a run without a budget; None where the device cannot be measured."""
+        """The predicted time of a run without a budget; None where it is not known."""
         return self._rates.seconds(self.unlimited.launches) if self._rates else None
 
     @cached_property
     def step_seconds(self) -> tuple[float, ...] | None:
-        """The predicted time of a run under each budget; None where the device cannot be measured.
+        """The predicted time of a run under each budget; None where it is not known.
 
         Never less under a smaller budget.
         """
@@ -193,4 +206,5 @@ class MemoryPlan:
             for row in rows
         ]
         held = f"{format_bytes(self.held_bytes)} are there before it runs, and count"
-        return "\n".join([f"on {self.device}; {held}; times are predicted", *lines])
+        notes = [self.note] if self.note else []
+        return "\n".join([f"on {self.device}; {held}; times are predicted", *lines, *notes])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ContextDecorator
 from typing import Any, Protocol
 
 from penstock.config import parse_bytes
@@ -34,8 +34,26 @@ def plan(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return planned.memory_plan(*args, **kwargs)
 
 
-@contextmanager
-def budget(limit: int | str) -> Iterator[None]:
+class _Budget(ContextDecorator):
+    """A budget in force inside `with` blocks, or calls of the functions that it decorates."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+
+    def __enter__(self) -> None:
+        in_force.append(self._nbytes)
+        try:
+            for device in opened_devices():
+                device.keep_within(self._nbytes)
+        except BaseException:
+            in_force.remove(self._nbytes)
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        in_force.remove(self._nbytes)  # in one call: other threads add and remove theirs at any time
+
+
+def budget(limit: int | str) -> _Budget:
     """Let no device take more than `limit`, such as "2GiB", inside a `with` block.
 
     It counts all memory taken from the device: parameters, moments, inputs, results and temporaries, live
@@ -43,17 +61,10 @@ def budget(limit: int | str) -> Iterator[None]:
     while nothing uses them if the device has memory of its own, with the same results to the last bit; if it
     cannot fit, it raises OutOfDeviceMemory before anything runs, with the smallest budget that would do.
     Inside another budget, or with a device's `limit_bytes`, the smaller limit holds. It applies to all
-    threads.
+    threads. The same budget may be used for several blocks, inside each other too.
 
     >>> with ps.memory.budget("1GiB"):
     ...     print(ps.default_device().limit_bytes)
     1073741824
     """
-    nbytes = parse_bytes(limit)
-    in_force.append(nbytes)
-    try:
-        for device in opened_devices():
-            device.keep_within(nbytes)
-        yield
-    finally:
-        in_force.remove(nbytes)  # in one call: other threads add and remove theirs at any time
+    return _Budget(parse_bytes(limit))

@@ -26,6 +26,7 @@ from penstock.tensor.capture import capture
 from penstock.tensor.core import Tensor, captured_by
 from penstock.tensor.jit_program import SLOT, captured_program, compiling, memory_plan
 from penstock.tensor.leaves import leaf_of
+from penstock.tensor.planning import LastResults
 from penstock.tensor.recording import recording
 from penstock.tensor.repeating import Repeated
 from penstock.tensor.replay import Captured, replaced
@@ -61,10 +62,10 @@ def jit(function: Any = None, *, donate: int | Sequence[int] = (), memory: int |
     positions = (donate,) if isinstance(donate, int) else tuple(donate)
     limit = None if memory is None else parse_bytes(memory)
     if function is None:
-        return lambda given: functools.wraps(given)(_Jitted(given, positions, limit))
+        return lambda given: _Jitted(given, positions, limit)
     if not callable(function):
         raise TypeError(f"jit takes a function, and {type(function).__name__} was given")
-    return functools.wraps(function)(_Jitted(function, positions, limit))
+    return _Jitted(function, positions, limit)
 
 
 def schedules(function: Callable[..., Any]) -> list[Schedule]:
@@ -78,6 +79,7 @@ class _Jitted:
     """A function and its captured programs, by the shapes and Python values of its arguments."""
 
     def __init__(self, function: Callable[..., Any], donate: tuple[int, ...], memory: int | None) -> None:
+        functools.update_wrapper(self, function)  # first: a jitted function has attributes of the same names
         self._function = function
         self._donate = donate
         self._memory = memory  # the budget for calls
@@ -85,6 +87,7 @@ class _Jitted:
         # For each key, captures that differ in the state of tensors from outside, the latest first. Tuples,
         # so that other threads can iterate while they are replaced.
         self._captured = LRU[Hashable, tuple[Captured, ...]](_MAX_CAPTURES)
+        self._last = LastResults()
 
     def __get__(self, instance: Any, owner: Any) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -150,14 +153,14 @@ class _Jitted:
         tensors: list[Tensor] = []
         _flattened((args, kwargs), tensors)
         with self._lock, self._traced(args, kwargs, tensors) as (tracing, _, outputs):
-            return memory_plan(self._name, tracing, outputs)
+            return memory_plan(self._name, tracing, outputs, self._last)
 
     def compiling(self, *args: Any, **kwargs: Any) -> Callable[[], None]:
         """What compiles the kernels of a call with such arguments, in any thread, before its capture."""
         tensors: list[Tensor] = []
         _flattened((args, kwargs), tensors)
         with self._lock, self._traced(args, kwargs, tensors) as (tracing, _, outputs):
-            return compiling(self._name, tracing, outputs)
+            return compiling(self._name, tracing, outputs, self._last)
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Captured:
         first: list[Tensor] = []
@@ -168,7 +171,7 @@ class _Jitted:
         given = {id(tensor) for tensor in first}
         donated = [at for at, tensor in enumerate(tensors) if id(tensor) in given]
         with self._traced(args, kwargs, tensors) as (tracing, result, outputs):
-            return captured_program(self._name, tracing, result, outputs, donated)
+            return captured_program(self._name, tracing, result, outputs, donated, self._last)
 
     @property
     def _name(self) -> str:

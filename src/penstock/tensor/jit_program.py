@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import CaptureError
-from penstock.execution.hosting import State
+from penstock.execution.hosting import State, arriving_bytes
 from penstock.execution.realize import executables, realize
 from penstock.execution.structure import Structure
 from penstock.graph.custom_vjp import refusing
@@ -20,22 +21,24 @@ from penstock.tensor.core import Tensor
 from penstock.tensor.index_watch import watched_indices
 from penstock.tensor.jit_gradients import Differentiable
 from penstock.tensor.leaves import leaf_of
+from penstock.tensor.planning import Build, LastResults
 from penstock.tensor.replay import Captured, Changes, Guards, Slot, Source, replaced
 from penstock.tensor.tracing import Origin, StandIn, Tracing
 
 if TYPE_CHECKING:
+    from penstock.execution.executable import Executable
     from penstock.execution.memory_plan import MemoryPlan
 
 SLOT = Slot()
 
 
 def captured_program(
-    name: str, tracing: Tracing, result: Any, outputs: Sequence[Tensor], donated: list[int]
+    name: str, tracing: Tracing, result: Any, outputs: Sequence[Tensor], donated: list[int], last: LastResults
 ) -> Captured:
     """The replayable form of a traced function; `outputs` are the tensors in its result."""
-    traced = _Traced(name, tracing, outputs)
+    traced = _Traced(name, tracing, outputs, last)
     device, structure = traced.device, traced.structure
-    build = partial(executables(device).build, structure, traced.over, *traced.state)
+    build = _building(device, structure, traced.over, traced.state)
     program = build() if traced.pending else None
     wanted, outputs_of, changes = traced.wanted, traced.outputs, traced.changes
     gradients, reads = _gradients(name, tracing, outputs, donated)
@@ -59,28 +62,44 @@ def captured_program(
         watches=traced.watches,
         limit_bytes=device.limit_bytes,
         build=None if device.limit_bytes is None else build,
+        last=last,
     )
 
 
-def memory_plan(name: str, tracing: Tracing, outputs: Sequence[Tensor]) -> MemoryPlan:
+def _building(device: Device, structure: Structure, over: Mapping[int, int], state: Sequence[State]) -> Build:
+    """What builds the program of a traced function, at first and for what is live later."""
+
+    def build(apart: Collection[int] = (), given: Sequence[Node] | None = None) -> Executable:
+        now = state
+        if given is not None:
+            now = [replace(each, arriving=arriving_bytes(given, device)) for each in state]
+        aliases = {output: at for output, at in over.items() if output not in apart}
+        return executables(device).build(structure, aliases, *now)
+
+    return build
+
+
+def memory_plan(name: str, tracing: Tracing, outputs: Sequence[Tensor], last: LastResults) -> MemoryPlan:
     """The memory and time that the program of a traced function would take under each budget."""
-    traced = _Traced(name, tracing, outputs)
+    traced = _Traced(name, tracing, outputs, last)
     if traced.device.dispatcher is not None:
         raise CaptureError("a memory plan is for one device, and auto stands for several; name a device")
     _realize_outside(tracing, traced.device)
     return executables(traced.device).memory_plan(traced.structure, traced.over, *traced.state)
 
 
-def compiling(name: str, tracing: Tracing, outputs: Sequence[Tensor]) -> Callable[[], None]:
+def compiling(
+    name: str, tracing: Tracing, outputs: Sequence[Tensor], last: LastResults
+) -> Callable[[], None]:
     """What compiles the kernels of the program of a traced function, in any thread."""
-    traced = _Traced(name, tracing, outputs)
+    traced = _Traced(name, tracing, outputs, last)
     return executables(traced.device).compiling(traced.structure, traced.over, *traced.state)
 
 
 class _Traced:
     """The nodes that a traced function computes, and their device."""
 
-    def __init__(self, name: str, tracing: Tracing, outputs: Sequence[Tensor]) -> None:
+    def __init__(self, name: str, tracing: Tracing, outputs: Sequence[Tensor], last: LastResults) -> None:
         assigned = _assigned(tracing)
         self.device = device = _device(tracing, [*outputs, *assigned])
         changed = [stand_in.tensor for stand_in in tracing.stand_ins if stand_in.changed]
@@ -94,18 +113,21 @@ class _Traced:
         self.structure = Structure(self.pending, device.capabilities, checked=False)
         self.over = _replaced_inputs(stand_ins, self.outputs, self.structure.inputs)
         self.over |= self._replaced_gradients(tracing)
-        # What each replay puts where its program expects it; none if several devices may run it.
-        self.state = [self._state(tracing)] if device.dispatcher is None else []
         if device.limit_bytes is not None:
             _realize_outside(tracing, device)
+        # What each replay puts where its program expects it; none if several devices may run it.
+        self.state = [self._state(tracing, last)] if device.dispatcher is None else []
 
-    def _state(self, tracing: Tracing) -> State:
+    def _state(self, tracing: Tracing, last: LastResults) -> State:
         """Inputs and results that are tensors from outside, or gradients of these."""
         holders: dict[int, Callable[[], Node]] = {}
+        given: list[Node] = []
         for at, node in enumerate(self.structure.inputs):
             known = tracing.of_node(node)
             if known is not None and known.origin.lasts and known.actual.device is self.device:
                 holders[at] = _holder(known.origin)
+            else:
+                given.append(node if known is None else known.actual._actual_node)
         new = [item.tensor._node for item in tracing.stand_ins if item.changed and item.origin.lasts]
         new += [
             gradient._node
@@ -116,6 +138,8 @@ class _Traced:
         return State(
             holders,
             frozenset(self.outputs[node] for node in new if times[node] == 1 and node in self.outputs),
+            arriving=arriving_bytes(given, self.device),
+            last=partial(last.nbytes, self.device),
         )
 
     def _replaced_gradients(self, tracing: Tracing) -> dict[int, int]:

@@ -31,6 +31,7 @@ from penstock.tensor.core import Tensor
 from penstock.tensor.index_watch import IndexWatch
 from penstock.tensor.jit_gradients import Differentiable
 from penstock.tensor.outcome import Outcome
+from penstock.tensor.planning import Build, LastResults
 from penstock.tensor.tracing import MadeInside, NoValue, Origin, ends_in
 
 if TYPE_CHECKING:
@@ -113,7 +114,8 @@ class Captured:
     differentiable: Differentiable | None
     watches: list[IndexWatch]
     limit_bytes: int | None  # the limit of the device's memory when the program was planned
-    build: Callable[[], Executable] | None  # under a limit: plan again with the present live bytes
+    build: Build | None  # under a limit: plan again with the present live bytes
+    last: LastResults  # of all captures of the function
     refused_reads: list[Origin]  # what results that refuse a gradient were computed from
     # By program: `auto` may choose another for each run.
     _aliasing: dict[Any, Aliasing] = field(default_factory=dict)
@@ -149,7 +151,9 @@ class Captured:
         more = (self.results, self.parts, self.watches, self.donated, self._graded, self._given_grads)
         other = (self.changes.histories, self.changes.grads, self.changes.flags)
         self.only_launches = bool(self.holders) and not any((*more, *other))
+        self._computed = [at for at in range(self.results) if isinstance(self.wanted[at], int)]
         self._launched = False  # whether the present replay will take effect
+        self._apart: set[int] = set()  # outputs of the last replay that could not be written over inputs
 
     # Validity for a call
 
@@ -237,19 +241,17 @@ class Captured:
             if not self._can_repeat:
                 raise
         offloads = self.device.capabilities.offloads and self.device.dispatcher is None
-        if offloads and self._spill_others(arguments):
+        if offloads and self.device.spill({self._node(source, arguments) for source in self.inputs}):
             try:
                 return self._replay(arguments)
             except OutOfDeviceMemory:
                 if not self._can_repeat:
                     raise
         assert self.build is not None
-        self.program = self.build()
+        given = [source for source in self.inputs if isinstance(source, Node) or not source.lasts]
+        self.program = self.build(self._apart, [self._node(source, arguments) for source in given])
         self._aliasing.clear()
         return self._replay(arguments)
-
-    def _spill_others(self, arguments: list[Tensor]) -> bool:
-        return self.device.spill({self._node(source, arguments) for source in self.inputs})
 
     @property
     def _can_repeat(self) -> bool:
@@ -286,6 +288,8 @@ class Captured:
         read = self._read(arguments)
         aliasing = self.aliasing_of(program)
         replaced_inputs, kept = self._free_memory(inputs, aliasing, arguments)
+        if self.build is not None:
+            self._apart = aliasing.replaced_inputs.keys() - replaced_inputs.keys()
         positions = aliasing.others if kept is aliasing.kept else self._not_kept(kept)
 
         def finish(outputs: list[Buffer]) -> Outcome:
@@ -362,6 +366,8 @@ class Captured:
                 buffers[position].shared = True
         results = [self._result(at, buffers[at], read) for at in range(self.results)]
         outcome = Outcome(replaced(self.result, iter(results)))
+        if self._computed:
+            self.last.note([buffers[at] for at in self._computed])
         if not self._careful:
             return outcome
         end = self.results + len(self.changes.values)

@@ -80,7 +80,8 @@ def predicted(
     plan = plans[0]
     compute = plan.unlimited_seconds
     if compute is None:
-        raise SettingError(f"the rates of {plan.device} are not known, so that no time can be predicted")
+        why = plan.note or f"the rates of {plan.device} are not known"
+        raise SettingError(f"no time can be predicted: {why}")
     sent = int(2 * 4 * parameters * (ranks - 1) / ranks)
     buckets = max(1, 4 * parameters // _BUCKET)
     messages = 2 * ceil(log2(ranks)) * buckets  # halving and doubling, as engines do where latency counts
