@@ -267,6 +267,23 @@ def test_fractional_powers_of_minus_infinity(opencl: Device, jitted: bool) -> No
     assert np.all(np.isnan(power(x, np.nan).numpy()))
 
 
+@pytest.mark.parametrize("exponent", [2, 3, 4, 0.5, -0.5, -1, -2, 1.7])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_powers_by_a_number(opencl: Device, dtype: Any, exponent: float) -> None:
+    x = np.concatenate([specials(dtype), ordinary(dtype, 300)])
+    with np.errstate(all="ignore"):
+        exact = np.power(x.astype(wide(dtype)), dtype(exponent))
+        if exponent % 1:  # NumPy has NaN and -0 on some processors
+            exact[np.isneginf(x)], exact[x == 0] = (np.inf, 0) if exponent > 0 else (0, np.inf)
+    power = lambda x: x**exponent  # noqa: E731
+    for function in (power, ps.jit(power)):
+        check("pow", function(ps.asarray(x, device=opencl)).numpy(), exact, x)
+    near = ps.asarray(np.abs(x[np.abs(x) < 100]) + dtype(0.1), device=opencl)
+    slope = exponent * np.power(near.numpy().astype(wide(dtype)), exponent - 1)
+    got = ps.grad(lambda x: ps.sum(power(x)))(near).numpy()
+    np.testing.assert_allclose(got, slope.astype(dtype), rtol=20 * np.finfo(dtype).eps)
+
+
 @pytest.mark.parametrize(("dtype", "x"), [(np.float32, -87.0), (np.float64, -708.0), (np.float64, -30.0)])
 def test_silu_far_below_0(opencl: Device, dtype: Any, x: float) -> None:
     wanted = np.longdouble(x) * np.exp(np.longdouble(x))
