@@ -14,7 +14,7 @@ from penstock.kernels.source import C_TYPES
 _SAME = {"positive": "({0})", "stop": "({0})"}
 _TESTS = ("isnan", "isinf", "isfinite", "signbit")
 _TRUTHS = frozenset((*patterns.COMPARISONS, *patterns.EXTREMES, *_TESTS))  # whose results are booleans
-_UNARY = """exp expm1 log log1p log2 log10 sqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh
+_UNARY = """erf exp expm1 log log1p log2 log10 sqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh
 atanh floor ceil trunc"""
 _FLOAT = {
     **_SAME,

@@ -106,6 +106,20 @@ static inline $F tanh_$F($F x) {
     return as_$F(as_$I((r + h * v) / (q + h * v)) | sign);
 }
 """
+# Near 0 an odd polynomial, elsewhere 1 - exp(P(|x|)); the coefficients are those of N. Juffa.
+_ERROR_FUNCTION = """
+static inline $F erf_$F($F x) {
+    $I sign = as_$I(x) & $sign;
+    $F a = as_$F(as_$I(x) ^ sign), s = x * x;
+    $F t = a > 4 ? ($F)(4) : a;
+    $F far = -6.34846687e-1f + t * (-1.06777877e-1f + t * ((2.42546219e-2f + t * -3.88396438e-3f)
+        + t * t * (3.83197126e-4f + t * -1.72853470e-5f)));
+    far = 1 - exp_$F(t * (-1.28717512e-1f + t * far) - t);
+    $F near = x + x * (1.28379166e-1f + s * (-3.76125336e-1f + s * (1.12819925e-1f + s * (-2.67681349e-2f
+        + s * (4.99119423e-3f + s * -5.96761703e-4f)))));
+    return a > 0.927734375f ? as_$F(as_$I(far) | sign) : near;
+}
+"""
 # The power of 2 in two factors, so that subnormal results are rounded.
 _WIDE_EXPONENTIALS = """
 static inline $F exp_$F($F x) {
@@ -368,6 +382,7 @@ static inline double8 hypot_double8(double8 x, double8 y) {
 
 _TEMPLATES = {
     "quick": _QUICK,
+    "error_function": _ERROR_FUNCTION,
     "remainder": _REMAINDER,
     "exponentials": _EXPONENTIALS,
     "wide_exponentials": _WIDE_EXPONENTIALS,
@@ -416,6 +431,7 @@ _FAMILIES: Mapping[str, Mapping[str, str]] = {
         "double8": "power_ends log_parts wide_power pow",
     },
     "hypot": {"double8": "hypot"},
+    "erf": {"float8": "quick error_function", "float16": "quick error_function"},
 }
 
 
