@@ -134,3 +134,26 @@ def test_what_is_no_batch_is_refused() -> None:
         ps.matmul_batch([a, a], [a, a])
     with pytest.raises(TypeError, match="does not take bool"):
         ps.matmul_batch([ps.ones((2, 2), dtype=ps.bool)], [ps.ones((2, 2), dtype=ps.bool)])
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "uint32", "int64", "uint64"])
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [((1, 5), (5, 1)), ((70, 40), (40, 33)), ((2, 3, 17, 40), (2, 3, 40, 19)), ((65, 700), (700, 2))],
+)
+def test_products_of_integers_wrap_around_as_those_of_numpy(
+    device: Device, dtype: str, left: tuple[int, ...], right: tuple[int, ...]
+) -> None:
+    """Of matrices as they are and transposed, alone and with more in the same kernel."""
+    rng, limits = np.random.default_rng(0), np.iinfo(dtype)
+    x, y = (rng.integers(limits.min, limits.max, shape, dtype, endpoint=True) for shape in (left, right))
+    expected = x @ y
+    for turned in (False, True):
+        a, b = (
+            ps.asarray(np.ascontiguousarray(array.swapaxes(-1, -2)), device=device).mT for array in (x, y)
+        )
+        if not turned:
+            a, b = (ps.asarray(array, device=device) for array in (x, y))
+        np.testing.assert_array_equal((a @ b).numpy(), expected)
+        with_more = ps.jit(lambda a, b: a @ b + a[..., :1])(a, b).numpy()
+        np.testing.assert_array_equal(with_more, expected + x[..., :1])

@@ -129,6 +129,50 @@ def test_functions_of_two_inputs(opencl: Device, dtype: Any) -> None:
         check(name, result.numpy(), exact, x, y)
 
 
+def ordinary(dtype: Any, count: int) -> np.ndarray:
+    """Numbers of all sizes, near 1, where functions bend, and near multiples of a quarter of a turn."""
+    random, limits = np.random.default_rng(0), np.finfo(dtype)
+    most = np.log10(float(limits.max))
+    parts = [random.uniform(-end, end, count) for end in (1, 20, 100, 800, 1e4, 1e7)]
+    parts += [10 ** random.uniform(-most, most, count) * random.choice([-1, 1], count)]
+    parts += [1 + random.uniform(-1e-3, 1e-3, count), np.arange(1, count) * np.pi / 4]
+    return np.concatenate(parts).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_functions_of_ordinary_numbers(opencl: Device, dtype: Any) -> None:
+    x = ordinary(dtype, 5000)
+    y = np.random.default_rng(1).permutation(x)
+    exponents = np.where(
+        np.arange(len(x)) % 2, y, np.random.default_rng(2).uniform(-6, 6, len(x)).astype(dtype)
+    )
+    cases = [(name, (x,)) for name in UNARY] + [("atan2", (x, y)), ("hypot", (x, y)), ("pow", (x, exponents))]
+    for name, inputs in cases:
+        with np.errstate(all="ignore"):
+            exact = NUMPY.get(name, getattr(np, name, None))(*(array.astype(wide(dtype)) for array in inputs))
+        got = getattr(ps, name)(*(ps.asarray(array, device=opencl) for array in inputs)).numpy()
+        check(name, got, exact, *inputs, flushed=name in FLUSHED and dtype == np.float32)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_bits_do_not_depend_on_the_place_in_a_vector(opencl: Device, dtype: Any) -> None:
+    """Alone, in a vector of others, among large ones, and in what is left after vectors."""
+    ones = ordinary(dtype, 3)
+    large = np.array([1e30, np.inf, np.nan, -(2.0**21)], dtype)
+    mixed = np.stack([ones, np.resize(large, ones.shape)]).T.reshape(-1)
+    for name in (*UNARY, "pow", "atan2", "hypot"):
+        function = ps.jit(getattr(ps, name))
+
+        def bits(array: np.ndarray) -> np.ndarray:
+            x = ps.asarray(np.ascontiguousarray(array), device=opencl)
+            result = function(x) if name in UNARY else function(x, x * 0 + 1.7)  # noqa: B023
+            return np.where(np.isnan(result.numpy()), dtype(np.nan), result.numpy())
+
+        alone = np.concatenate([bits(ones[at : at + 1]) for at in range(len(ones))])
+        for together in (bits(ones), bits(np.tile(ones, 40))[-len(ones) :], bits(mixed)[::2]):
+            assert together.tobytes() == alone.tobytes(), name
+
+
 # Functions of networks, by NumPy and by kernels
 
 
@@ -221,6 +265,23 @@ def test_fractional_powers_of_minus_infinity(opencl: Device, jitted: bool) -> No
     assert np.all(power(x, 0.5).numpy() == np.inf)
     assert np.all(power(x, -2.5).numpy() == 0)
     assert np.all(np.isnan(power(x, np.nan).numpy()))
+
+
+@pytest.mark.parametrize("exponent", [2, 3, 4, 0.5, -0.5, -1, -2, 1.7])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_powers_by_a_number(opencl: Device, dtype: Any, exponent: float) -> None:
+    x = np.concatenate([specials(dtype), ordinary(dtype, 300)])
+    with np.errstate(all="ignore"):
+        exact = np.power(x.astype(wide(dtype)), dtype(exponent))
+        if exponent % 1:  # NumPy has NaN and -0 on some processors
+            exact[np.isneginf(x)], exact[x == 0] = (np.inf, 0) if exponent > 0 else (0, np.inf)
+    power = lambda x: x**exponent  # noqa: E731
+    for function in (power, ps.jit(power)):
+        check("pow", function(ps.asarray(x, device=opencl)).numpy(), exact, x)
+    near = ps.asarray(np.abs(x[np.abs(x) < 100]) + dtype(0.1), device=opencl)
+    slope = exponent * np.power(near.numpy().astype(wide(dtype)), exponent - 1)
+    got = ps.grad(lambda x: ps.sum(power(x)))(near).numpy()
+    np.testing.assert_allclose(got, slope.astype(dtype), rtol=20 * np.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize(("dtype", "x"), [(np.float32, -87.0), (np.float64, -708.0), (np.float64, -30.0)])

@@ -13,7 +13,7 @@ from penstock.execution.ahead_operations import array, halves, moves, sorts
 from penstock.graph.contraction import matmul
 from penstock.graph.convolution import padded
 from penstock.graph.dtypes import bool_, float32, uint64
-from penstock.graph.elementwise import full
+from penstock.graph.elementwise import erf, full
 from penstock.graph.node import Node, Shape, placeholder
 from penstock.graph.reducing import (
     any_,
@@ -75,7 +75,7 @@ _SUMS, _MATRICES = (
     (ROWS, ROW_COUNTS, _LONG, _LONG_COUNTS, _COLUMNS, _WIDE),
     (PRODUCTS, _BATCHED, _LONG_SUMS, _DOTS, _SQUARES, _CONVOLVED),
 )
-LIST = _SUMS, _MATRICES, _CUBES, _IMAGES, _SORTED, 3  # counts what else changed
+LIST = _SUMS, _MATRICES, _CUBES, _IMAGES, _SORTED, 4  # counts what else changed
 
 
 def cpu_operations() -> Iterator[Sequence[Node]]:
@@ -101,6 +101,7 @@ def cpu_operations() -> Iterator[Sequence[Node]]:
     for first, second in _CUBES:
         yield from zip(moves(*first), moves(*second), strict=True)
         yield from zip(halves(*first[1:]), halves(*second[1:]), strict=True)
+        yield [erf(array(shape[1:])) for shape in (first, second)]
     yield [node for first, second in product(*_CONVOLVED) for node in _convolved(*first, *second)]
     for several in _IMAGES:
         yield [node for shape in several for node in _padded(*shape)]

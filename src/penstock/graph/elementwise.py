@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.drivers.driver import Capabilities
 from penstock.graph.dtypes import HALF_PRECISION, bool_, complex64, float32, float64
 from penstock.graph.node import Array, DType, Kind, Node, Primitive, Rounding, Shape, Vjp
 from penstock.graph.reference import by_parts
@@ -192,7 +193,7 @@ erf: Apply = _row(
     lambda x: by_parts(_erf, x.astype(np.float64) if x.dtype.kind in "biu" else x),
     lambda g, n: (multiply(g, _erf_slope(n.inputs[0])),),
     _floating,
-    decompose=lambda n, _: _erf(n.inputs[0]),
+    decompose=lambda n, target: None if _has_erf(n, target) else _erf(n.inputs[0]),
     **_SLOW,
 )
 erfc: Apply = _row(
@@ -232,6 +233,11 @@ _ERF_TAIL_WIDE = (
     4.299398371930956, -1.6316980397075518, 0.3167308842463006, -0.017971551045387883,
 )
 # fmt: on
+
+
+def _has_erf(node: Node, target: Capabilities) -> bool:
+    """Whether a device has a function: a CPU, of vectors."""
+    return node.dtype == float32 and target.vector_width > 1
 
 
 def _erf(x: Node) -> Node:

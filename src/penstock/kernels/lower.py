@@ -14,7 +14,7 @@ from penstock.fusion.groups import Group
 from penstock.fusion.kinds import GroupKind
 from penstock.fusion.products import LIBRARY_DTYPES, by_library
 from penstock.graph.attention import has_kernel
-from penstock.graph.dtypes import bfloat16, float16, float32
+from penstock.graph.dtypes import bfloat16, float16, float32, float64, int32, int64, uint32, uint64
 from penstock.graph.elementwise import FULL
 from penstock.graph.linear import LINEAR
 from penstock.graph.node import Array, Kind, Node
@@ -34,6 +34,8 @@ from penstock.kernels.strided_copy import strided_copy
 from penstock.kernels.templates.choose import template_launches
 from penstock.kernels.templates.launches import Lowering as Lowering
 from penstock.kernels.templates.launches import one_launch
+
+_CPU_PRODUCTS = (int32, uint32, int64, uint64, float64)  # besides those of every device
 
 
 def without_sizes(structure: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -104,7 +106,7 @@ def fusible(node: Node, capabilities: Capabilities) -> bool:
         if primitive.few_rows:
             return True
         others = LIBRARY_DTYPES if capabilities.matmul_library else ()
-        on_cpu = (bfloat16,) if capabilities.vector_width > 1 else ()
+        on_cpu = (bfloat16, *_CPU_PRODUCTS) if capabilities.vector_width > 1 else ()
         return node.dtype in (float32, float16, *others, *on_cpu)
     if kind is Kind.ATTENTION:
         return primitive is PROMPT_ATTENTION or has_kernel(node, capabilities)

@@ -17,10 +17,11 @@ from penstock.graph.quantization import bits_of, on_tensor_cores
 from penstock.graph.shaping import CONCAT
 from penstock.kernels import ir
 from penstock.kernels.builder import KernelBuilder, Memory
+from penstock.kernels.ir.expressions import call
 from penstock.kernels.lowering.emitter import Emitter
 from penstock.kernels.lowering.loop_nest import overwritable
 from penstock.kernels.lowering.row_prologue import RowPrologue
-from penstock.kernels.lowering.values import LanesImpossible, Value
+from penstock.kernels.lowering.values import LanesImpossible, Value, computed_dtype
 from penstock.kernels.templates.launches import Lowering, one_launch
 from penstock.kernels.templates.linear_tiles import LinearProblem, divided, linear_tiles
 from penstock.kernels.templates.matmul import BATCH, Epilogue, Matrix, Problem, offset
@@ -46,7 +47,8 @@ def matmul_group(
     width = epilogue.possible(LANES if vectors else gpu_width(problem, capabilities, kernel.outputs))
     build = cpu_matmul if vectors else gpu_matmul
     source = build(k, problem, capabilities, epilogue.statements, width)
-    operands = {k.inputs.index(side.memory) for side in (problem.left, problem.right)}
+    names = {side.memory.name for side in (problem.left, problem.right)}
+    operands = {at for at, memory in enumerate(k.inputs) if memory.name in names}
     over = overwritable(group, epilogue.loads, epilogue.stores)
     may_alias = tuple(tuple(at for at in inputs if at not in operands) for inputs in over)
     return replace(one_launch(source, may_alias), order=problem.order)
@@ -163,6 +165,8 @@ def _matrix(k: KernelBuilder, group: Group, operand: Node, product: Node) -> Mat
         if step and length > 1:
             begin = begin + offset(BATCH // math.prod(lengths[axis + 1 :]) % length, step)
     memory = k.inputs[group.inputs.index(node)]
+    if node.dtype.kind == "i":
+        memory = replace(memory, dtype=f"u{memory.dtype}")
     panel_width = operand.inputs[0].shape[-1] if operand.primitive is PANELS else 0
     return Matrix(memory, begin, steps["i"], steps["j"], panel_width)
 
@@ -188,7 +192,8 @@ class _Epilogue:
     def possible(self, width: int) -> int:
         """How many neighbours can be computed at a time: `width`, or 1."""
         try:
-            self.statements(ir.Const(0), ir.Const(0), ir.Var("product", ir.Type("float32", width)))
+            kind = ir.Type(computed_dtype(self._product), width)
+            self.statements(ir.Const(0), ir.Const(0), ir.Var("product", kind))
         except LanesImpossible:
             return 1
         return width
@@ -210,9 +215,13 @@ class _Epilogue:
         emitter = Emitter(self._group, variables, self._vectors)
         emitter.depth_of = dict.fromkeys(names, 1)
         emitter.lanes, emitter.lane_steps = width, {"j": 1} if width > 1 else {}
-        emitter.given[self._product] = Value(product, 1)
+        kind = ir.Type(computed_dtype(self._product), width)
+        item = product if product.type == kind else ir.Var("signed_product", kind)
+        emitter.given[self._product] = Value(item, 1)
         emitter.given.update({node: Value(item, 1) for node, item in self._beside.items()})
         counts: list[ir.Statement] = [ir.Let("i", row), ir.Let("j", column)]
+        if item is not product:
+            counts.append(ir.Let(item.name, call("cast", product, dtype=kind.dtype)))
         for at, (other, results) in enumerate(self.known.items()):
             place = _place_in(ir.Var("i"), ir.Var("j"))
             read = ir.Load(results.type, results.name, results.dtype, place)

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from penstock.kernels import ir
-from penstock.kernels.dialects import patterns
+from penstock.kernels.dialects import patterns, vector_functions
 from penstock.kernels.source import C_TYPES
 
 # {0}, {1} and {2} are the inputs, {T} their type, {U} its unsigned type.
 _SAME = {"positive": "({0})", "stop": "({0})"}
 _TESTS = ("isnan", "isinf", "isfinite", "signbit")
-_UNARY = """exp expm1 log log1p log2 log10 sqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh
+_TRUTHS = frozenset((*patterns.COMPARISONS, *patterns.EXTREMES, *_TESTS))  # whose results are booleans
+_UNARY = """erf exp expm1 log log1p log2 log10 sqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh
 atanh floor ceil trunc"""
 _FLOAT = {
     **_SAME,
@@ -43,11 +44,19 @@ _FLOAT_SCALAR = {
     "round_float16": "round_half({0})",
     **{f"paired_{dtype}": f"{dtype.upper()}_PAIR({{0}}, {{1}})" for dtype in ir.HALF_PRECISION},
 }
+
+
+def _in_vectors(item: str) -> dict[str, str]:
+    """Functions of vectors of floating-point items."""
+    calls = {name: _FLOAT[name] for name in vector_functions.FUNCTIONS[item]}
+    return {name: call.replace(name, f"{name}_{{T}}", 1) for name, call in calls.items()}
+
+
 _FLOAT_VECTOR = {
     **_FLOAT,
     "maximum": "({0} != {0} ? {0} : larger_{width}({0}, {1}))",
     "minimum": "({0} != {0} ? {0} : smaller_{width}({0}, {1}))",
-    **{name: f"{name}_{{width}}({{0}})" for name in ("exp", "tanh", "sin", "cos", "tan")},
+    **_in_vectors("float"),
     "abs": "as_{T}(as_int{width}({0}) & 0x7fffffff)",
     "sign": "({0} > 0 ? ({T})(1) : {0} < 0 ? ({T})(-1) : {0} != {0} ? {0} : ({T})(0))",
     "isnan": "({0} != {0})",
@@ -57,19 +66,39 @@ _FLOAT_VECTOR = {
     "round_bfloat16": "FROM_BFLOAT16_{width}(TO_BFLOAT16_{width}({0}))",
     "round_float16": "round_half{width}({0})",
 }
+_DOUBLE_VECTOR = {
+    **_FLOAT,
+    **_in_vectors("double"),
+    "abs": "as_{T}(as_long{width}({0}) & 0x7fffffffffffffff)",
+    "sign": _FLOAT_VECTOR["sign"],
+    "isnan": "({0} != {0})",
+    "isinf": "((as_long{width}({0}) & 0x7fffffffffffffff) == 0x7ff0000000000000)",
+    "isfinite": "((as_long{width}({0}) & 0x7ff0000000000000) != 0x7ff0000000000000)",
+    "signbit": "(as_long{width}({0}) < 0)",
+}
 Patterns = Mapping[str, str]
 # Functions of scalars on a CPU: a lane of those of vectors. PoCL's own differ in the last bit, and whether an
 # item is computed in a vector or in the remainder after it depends on the kernel.
 _EXACT = ("sqrt", "floor", "ceil", "trunc")
-CPU_SCALAR_PATTERNS: Patterns = {
-    name: _FLOAT_VECTOR[name].format("(float8)({0})", "(float8)({1})", width=8) + ".s0"
-    for name in (*_UNARY.split(), "atan2", "hypot", "pow")
-    if name not in _EXACT
+
+
+def _of_a_lane(vectors: Mapping[str, str], type_: str) -> Mapping[str, str]:
+    names = [name for name in (*_UNARY.split(), "atan2", "hypot", "pow") if name not in _EXACT]
+    given = f"({type_})({{0}})", f"({type_})({{1}})"
+    return {name: vectors[name].format(*given, T=type_, width=8) + ".s0" for name in names}
+
+
+CPU_SCALAR_PATTERNS: Mapping[str, Patterns] = {
+    "float32": _of_a_lane(_FLOAT_VECTOR, "float8"),
+    "float64": _of_a_lane(_DOUBLE_VECTOR, "double8"),
 }
 # For a GPU, in fewer instructions than the compiler needs; also by whether functions are quick.
 _THREAD = {"tanh": "tanh_1({0})", "maximum": "MAXIMUM({0}, {1})", "minimum": "MINIMUM({0}, {1})"}
 QUICK: Patterns = {"exp": "QUICK_EXP({0})", "divide": "QUICK_DIVIDE({0}, {1})"}
-THREAD_PATTERNS: Mapping[bool, Patterns] = {False: _THREAD, True: {**_THREAD, **QUICK}}
+THREAD_PATTERNS: Mapping[bool, Mapping[str, Patterns]] = {
+    False: {"float32": _THREAD},
+    True: {"float32": {**_THREAD, **QUICK}},
+}
 
 
 def _wrapping(result: str, operand: str) -> dict[str, str]:
@@ -144,7 +173,7 @@ _PATTERNS: dict[tuple[str, bool], Patterns] = {
     ("u", False): _UNSIGNED_SCALAR,
     ("u", True): _UNSIGNED_VECTOR,
 }
-_VECTOR_DTYPES = ("bool", "int32", "uint32", "int64", "uint64", "float32")
+_VECTOR_DTYPES = ("bool", "int32", "uint32", "int64", "uint64", "float32", "float64")
 
 
 def c_type(given: ir.Type) -> str:
@@ -159,25 +188,30 @@ def has_vectors(dtype: str) -> bool:
 
 
 def expression(
-    operation: str, result: ir.Type, of: ir.Type, inputs: Sequence[str], first: Patterns | None = None
+    operation: str,
+    result: ir.Type,
+    of: ir.Type,
+    inputs: Sequence[str],
+    first: Mapping[str, Patterns] | None = None,
 ) -> str | None:
     """The C expression of a primitive on inputs of type `of`, if there is any.
 
-    For float32, patterns in `first` take precedence.
+    Patterns in `first`, by dtype, take precedence.
     """
     if operation == "cast":
         return _cast(result, of, inputs[0])
     if operation == "where":
         return _where(result, inputs)
-    pattern = _PATTERNS[of.dtype[0], of.width > 1].get(operation)
-    if first and of.dtype == "float32":
-        pattern = first.get(operation, pattern)
+    is_wide_float = of.dtype == "float64" and of.width > 1
+    pattern = (_DOUBLE_VECTOR if is_wide_float else _PATTERNS[of.dtype[0], of.width > 1]).get(operation)
+    if first is not None:
+        pattern = first.get(of.dtype, {}).get(operation, pattern)
     if pattern is None:
         return None
     unsigned = ir.Type(f"u{of.dtype}", of.width) if of.dtype[0] == "i" else of
     bits, limit = 8 * np.dtype(of.dtype).itemsize, _TANH_LIMIT.get(of.dtype)
     text = pattern.format(*inputs, T=c_type(of), U=c_type(unsigned), width=of.width, bits=bits, limit=limit)
-    return _truth(text, of) if operation in patterns.COMPARISONS else text
+    return _truth(text, of) if operation in _TRUTHS else text
 
 
 def neutral(reduction: str, type: ir.Type) -> str:
@@ -225,8 +259,9 @@ def _to_integer(result: ir.Type, of: ir.Type, value: str) -> str:
         ends = [f"({c_type(of)})({float(limit)!r}{suffix})" for limit in (limits.max, limits.min)]
         bounded = f"({above} ? {ends[0]} : {below} ? {ends[1]} : {inside} ? {value} : {zero})"
         return f"__builtin_convertvector({bounded}, {name})"
-    if size == 8:
-        below, above = (f"__builtin_convertvector({mask}, long{result.width})" for mask in (below, above))
+    if size != np.dtype(of.dtype).itemsize:
+        mask = f"{'long' if size == 8 else 'int'}{result.width}"
+        below, above = (f"__builtin_convertvector({test}, {mask})" for test in (below, above))
     whole = f"__builtin_convertvector(({inside} ? {value} : {zero}), {name})"
     return f"({above} ? {most} : {below} ? {least} : {whole})"
 

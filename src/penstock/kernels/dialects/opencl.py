@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from penstock.drivers.driver import KERNEL_COUNTERS
+from penstock.kernels.dialects import vector_functions
 from penstock.kernels.dialects.c_dialect import CDialect
 from penstock.kernels.dialects.philox import philox_of_vectors
 from penstock.kernels.dialects.thread_prelude import TANH, THREAD_NAMES, THREAD_WORDS
@@ -144,58 +145,6 @@ _EXTREMES = """
 #define larger_2 larger_4
 #define smaller_2 smaller_4
 """
-# Vector functions that are faster than PoCL's, to 1 and 3 units in the last place. exp: x is n log(2) plus a
-# remainder; n comes from the low bits of a sum that rounds, and goes into the exponent; subnormal results are
-# flushed to 0. tanh: |x| is n log(2) / 2 plus a remainder r, whose tanh is r / q; with h, which is half of
-# 2^n - 1, that of the sum is (r + h (q + r)) / (q + h (q + r)). From 9.1 on it is 1. The coefficients are
-# Chebyshev fits.
-_FUNCTIONS = """
-static inline FLOATS exp_WIDTH(FLOATS x) {
-    FLOATS c = x < -87.3365479f ? (FLOATS)(-87.3365479f) : x;
-    c = c > 88.7228317f ? (FLOATS)(88.7228317f) : c;
-    FLOATS t = c * 1.44269504f + 12582912.0f;
-    FLOATS n = t - 12582912.0f;
-    FLOATS r = c - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
-    FLOATS p = 4.166644833e-2f + r * (8.364383390e-3f + r * 1.393545454e-3f);
-    p = 1.0f + (r + r * r * (5.000000015e-1f + r * (1.666656960e-1f + r * p)));
-    FLOATS y = as_FLOATS(as_INTS(p) + (as_INTS(t) << 23));
-    y = x < -87.3365479f ? (FLOATS)(0.0f) : y;
-    return !(x <= 88.7228317f) ? x * INFINITY : y;  // infinity or NaN
-}
-static inline FLOATS tanh_WIDTH(FLOATS x) {
-    INTS sign = as_INTS(x) & (int)0x80000000;
-    FLOATS a = as_FLOATS(as_INTS(x) ^ sign);
-    a = a > 9.1f ? (FLOATS)(9.1f) : a;
-    FLOATS t = a * 2.88539008f + 12583038.0f;  // its low bits are those of the exponent of 2^n / 2
-    FLOATS r = a - (t - 12583038.0f) * 0.34657359f;
-    FLOATS s = r * r;
-    FLOATS q = 1.0f + s * (3.333325088e-01f + s * -2.213409357e-02f);
-    FLOATS h = as_FLOATS(as_INTS(t) << 23) - 0.5f;
-    FLOATS v = q + r;
-    return as_FLOATS(as_INTS((r + h * v) / (q + h * v)) | sign);
-}
-"""
-# PoCL's sin, cos and tan are wrong in all lanes of a vector if any lane is 2^23 or more, infinite or NaN.
-# From 2^22 on, each lane is computed separately.
-_ANGLES = """
-#define EACH_BY_ITSELF(name, x) (float8)( \\
-    name(x.s0), name(x.s1), name(x.s2), name(x.s3), name(x.s4), name(x.s5), name(x.s6), name(x.s7))
-#define HAS_LARGE(x) any((as_int8(x) & 0x7fffffff) >= 0x4a800000)
-static inline float8 sin_8(float8 x) { return HAS_LARGE(x) ? EACH_BY_ITSELF(sin, x) : sin(x); }
-static inline float8 cos_8(float8 x) { return HAS_LARGE(x) ? EACH_BY_ITSELF(cos, x) : cos(x); }
-static inline float8 tan_8(float8 x) { return HAS_LARGE(x) ? EACH_BY_ITSELF(tan, x) : tan(x); }
-static inline float16 sin_16(float16 x) { return (float16)(sin_8(x.lo), sin_8(x.hi)); }
-static inline float16 cos_16(float16 x) { return (float16)(cos_8(x.lo), cos_8(x.hi)); }
-static inline float16 tan_16(float16 x) { return (float16)(tan_8(x.lo), tan_8(x.hi)); }
-"""
-
-
-def _in_vectors_of(width: int) -> dict[str, str]:
-    """The text of functions for a width, by the calls that need it."""
-    text = _FUNCTIONS.replace("FLOATS", f"float{width}").replace("INTS", f"int{width}")
-    return dict.fromkeys((f"exp_{width}(", f"tanh_{width}("), text.replace("WIDTH", str(width)))
-
 
 # Without an extension, OpenCL has only pointers to float16; PoCL loses what is written after barriers through
 # those to private memory. So the conversion works on bits.
@@ -305,12 +254,10 @@ class OpenCL(CDialect):
     raw_opening = "__kernel void"
     prelude = _PRELUDE
     optional_preludes: Mapping[str, str] = {
-        **_in_vectors_of(8),
-        **_in_vectors_of(16),
+        **vector_functions.TEXTS,
         **philox_of_vectors(8),
         **philox_of_vectors(16),
         **dict.fromkeys(("larger_", "smaller_"), _EXTREMES),
-        **{f"{name}_{width}(": _ANGLES for name in ("sin", "cos", "tan") for width in (8, 16)},
         "COUNTERS": _TASKS,
         "loose_": _VECTORS,
         **_VECTORS_OF_16,

@@ -21,11 +21,16 @@ BATCH = Var("batch")  # the index of the matrix
 class Matrix:
     """An operand of the product: the left has M rows and K columns, the right K rows and N columns."""
 
-    memory: Memory  # of float32, float16 or bfloat16; sums are float32
+    memory: Memory  # integers as unsigned ones, whose sums wrap around
     base: Expr  # the index of the first item of matrix `BATCH`
     row_stride: int | Digits  # in items
     column_stride: int | Digits
     panel_width: int = 0  # columns of a panel, where a right side lies in panels
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether its items have the dtype of sums: those of half precision do not."""
+        return self.memory.type.dtype == self.memory.dtype
 
     def index(self, row: Operand, column: Operand) -> Expr:
         """The index of an item in memory."""
@@ -66,3 +71,8 @@ class Problem:
     # Where it is given, how a CPU divides K: into blocks, of which some are added up before they are added to
     # the total.
     order: tuple[int, ...] = ()
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the sums."""
+        return self.left.memory.type.dtype

@@ -97,7 +97,7 @@ class _Side:
     """
 
     def __init__(self, k: KernelBuilder, problem: Problem, plan: Tiling, is_left: bool) -> None:
-        self.k, self.is_left, self.varied = k, is_left, problem.varied
+        self.k, self.is_left, self.problem, self.varied = k, is_left, problem, problem.varied
         self.name = "row" if is_left else "column"
         self.matrix = problem.left if is_left else problem.right
         self.length = problem.rows if is_left else problem.columns
@@ -134,7 +134,7 @@ class _Side:
         """Local memory for some packed panels."""
         if self.is_packed:
             name = "left_panels" if self.is_left else "right_panels"
-            self.panels = _array(self.k, name, panels * self.panel_size, most, self.varied)
+            self.panels = _array(self.k, name, self.problem, panels * self.panel_size, most)
 
     def _index(self, line: Expr, step: Expr) -> Expr:
         return self.matrix.base + offset(line, self.stride) + offset(step, self.k_stride)
@@ -323,14 +323,14 @@ class _TiledProduct:
         return k.source((problem.batch * plan.tiles,), (1,))
 
     def _declare_arrays(self) -> None:
-        plan, varied = self.plan, self.problem.varied
+        plan, problem = self.plan, self.problem
         panels = ceil(self.left.count / plan.row_tiles) * self.widest_tile if plan.depth_blocks > 1 else 1
-        most = plan.floats * 3 // 8 // (2 if self.has_spans else 1)
-        self.sums = _array(self.k, "sums", panels * self.items, most, varied)
+        most = plan.items * 3 // 8 // (2 if self.has_spans else 1)
+        self.sums = _array(self.k, "sums", problem, panels * self.items, most)
         if self.has_spans:
-            self.span_sums = _array(self.k, "span_sums", panels * self.items, most, varied)
-        self.right.declare(self.widest_tile, plan.floats // 2)
-        self.left.declare(plan.chunk, plan.floats // 10)
+            self.span_sums = _array(self.k, "span_sums", problem, panels * self.items, most)
+        self.right.declare(self.widest_tile, plan.items // 2)
+        self.left.declare(plan.chunk, plan.items // 10)
 
     @contextmanager
     def _each_depth_block(self) -> Iterator[_DepthBlock]:
@@ -386,7 +386,7 @@ class _TiledProduct:
             started, kept = block.number % plan.span, self.span_sums
         sums = []
         for i in range(tile.rows * tile.vectors):
-            start = k.identity("sum", "float32", tile.lanes)
+            start = k.identity("sum", self.problem.dtype, tile.lanes)
             if plan.span > 1:
                 before = k.load_vector(kept, slot + i * tile.lanes, tile.lanes)
                 start = k.select(started.ne(0), before, start)
@@ -423,11 +423,11 @@ class _TiledProduct:
             finish_row(k, self.epilogue, self.epilogue_width, item_row, line, (column, end, columns))
 
 
-def _array(k: KernelBuilder, name: str, floats: int, most: int, varied: bool) -> Memory:
-    """Local memory; where sizes vary, with more room than needed, up to `most` floats."""
-    if varied:
-        floats = max(floats, min(1 << (floats - 1).bit_length(), most))
-    return k.shared(name, "float32", ceil(floats / LANES) * LANES, width=_ALIGNED)
+def _array(k: KernelBuilder, name: str, problem: Problem, items: int, most: int) -> Memory:
+    """Local memory; where sizes vary, with more room than needed, up to `most` items."""
+    if problem.varied:
+        items = max(items, min(1 << (items - 1).bit_length(), most))
+    return k.shared(name, problem.dtype, ceil(items / LANES) * LANES, width=_ALIGNED)
 
 
 def _in_runs(stride: int | Digits) -> bool:
@@ -472,7 +472,7 @@ def _thin(k: KernelBuilder, problem: Problem, capabilities: Capabilities, epilog
         row, column = k.let("row", row), k.let("column", column)
         lefts = k.pointer("left", left.memory, left.index(row, 0))
         rights = k.pointer("right", right.memory, right.index(0, column))
-        zero = k.identity("sum", "float32", LANES)
+        zero = k.identity("sum", problem.dtype, LANES)
         sums = [k.variable(f"sum{i}", zero) for i in range(_CHAINS)]
 
         def add_products(begin: Operand, end: Operand, chains: int) -> None:

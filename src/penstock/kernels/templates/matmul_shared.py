@@ -22,12 +22,10 @@ _ROWS = 4  # of a micro-tile: as many sums as a processor works on at a time
 
 
 def serves(problem: Problem) -> bool:
-    """Whether these kernels are for a product: the items of its sides are evenly apart, in float32."""
+    """Whether these kernels are for a product: the items of its sides are evenly apart, and summed so."""
     sides = problem.left, problem.right
     strides = [stride for side in sides for stride in (side.row_stride, side.column_stride)]
-    return all(isinstance(stride, int) for stride in strides) and all(
-        side.memory.dtype == "float32" for side in sides
-    )
+    return all(isinstance(stride, int) for stride in strides) and all(side.is_summed for side in sides)
 
 
 def shared_matmul(
@@ -65,7 +63,7 @@ def _totals(
     """The sums of a micro-tile, row by row: spans of K are added up, and then added to the total."""
     (row, count), (column, width) = rows, columns
     spans, ends = _spans(problem.inner, *order)
-    zero = k.identity("sum", "float32", width)
+    zero = k.identity("sum", problem.dtype, width)
     totals = [k.variable(f"total{i}", zero) for i in range(count)]
     with k.loop("span", 0, spans) as span:
         sums = [k.variable(f"sum{i}", zero) for i in range(count)]

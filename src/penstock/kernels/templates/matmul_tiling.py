@@ -8,6 +8,7 @@ from math import ceil
 
 from penstock.drivers.driver import Capabilities
 from penstock.fusion.views import Digits
+from penstock.kernels.source import item_size
 from penstock.kernels.templates.matmul import Problem, neighbour_stride
 
 
@@ -40,7 +41,7 @@ class Tiling:
     pack_right: bool
     chunk: int  # panels of the left side that are packed at once
     span: int  # blocks of K that are added up before they are added to the total
-    floats: int  # of local memory for packed panels and sums
+    items: int  # of local memory for packed panels and sums
 
     @property
     def tiles(self) -> int:
@@ -49,6 +50,7 @@ class Tiling:
 
 
 LANES = 8  # of a vector; twice as many where registers hold them
+_ITEM = 4  # bytes of an item of which a register holds as many
 CACHE_BYTES = 1 << 20  # of the second level: half for the right side, 3/8 or more for sums, 1/10 for the left
 _DEPTH = 512  # steps along K before the next columns
 _PACKED_DEPTH = 352  # the same where the left side is packed,
@@ -66,7 +68,7 @@ def tiling(problem: Problem, capabilities: Capabilities) -> Tiling:
     left = problem.left
     plain = not isinstance(left.row_stride, Digits) and not isinstance(left.column_stride, Digits)
     small = left.row_stride == 1 and problem.rows * problem.inner <= _DIRECT_LEFT
-    pack_left = not (plain and left.memory.dtype == "float32" and (left.column_stride == 1 or small))
+    pack_left = not (plain and left.is_summed and (left.column_stride == 1 or small))
     micro_tiles = list(_micro_tiles(problem, capabilities))
 
     def best_for(size: Problem) -> Tiling:
@@ -98,9 +100,9 @@ def _tiling_with(
     fetching_left = _fetch_left(rows, pack_left) * inner
     fetching_right = pack_right * _fetch_right(problem, micro_tile) * inner
 
-    floats = min(CACHE_BYTES, capabilities.local_bytes) // 4
-    left_steps = floats // 10 // (ceil(rows / LANES) * LANES)
-    right_steps = floats // 2 // width
+    items = min(CACHE_BYTES, capabilities.local_bytes) // item_size(problem.dtype)
+    left_steps = items // 10 // (ceil(rows / LANES) * LANES)
+    right_steps = items // 2 // width
     deepest = min(left_steps, right_steps, _DEPTH) if pack_left else min(right_steps, 2 * _DEPTH)
     good = min(deepest, _PACKED_DEPTH if pack_left else _DEPTH)
     depth_blocks = 1 if inner <= deepest else ceil(inner / good)
@@ -108,9 +110,9 @@ def _tiling_with(
         depth_blocks = ceil(inner / _STREAM_DEPTH)
     depth = ceil(inner / depth_blocks)
     span = 1 if not stream_right else _DEPTH // depth if inner > 2 * _DEPTH else depth_blocks
-    sums = floats * 3 // 8 // (2 if 1 < span < depth_blocks else 1)
+    sums = items * 3 // 8 // (2 if 1 < span < depth_blocks else 1)
     if pack_right:  # what it leaves, if it is small
-        sums = max(sums, floats * 7 // 8 - column_panels * width * depth)
+        sums = max(sums, items * 7 // 8 - column_panels * width * depth)
     widest = sums // (rows * width) if stream_right else right_steps // depth
     widest = column_panels if windows else widest
     cycles = _step(micro_tile) * inner + 40 * depth_blocks  # of a micro-tile
@@ -126,7 +128,7 @@ def _tiling_with(
     _, row_tiles, column_tiles = min(choices)
     chunk = max(1, min(8, left_steps // depth))
     return Tiling(
-        micro_tile, row_tiles, column_tiles, depth_blocks, pack_left, pack_right, chunk, span, floats
+        micro_tile, row_tiles, column_tiles, depth_blocks, pack_left, pack_right, chunk, span, items
     )
 
 
@@ -157,15 +159,19 @@ def most_sums(lanes: int) -> int:
 
 def _micro_tiles(problem: Problem, capabilities: Capabilities) -> Iterator[MicroTile]:
     """Those that fit into registers and into the product."""
-    yield from _with_lanes(problem, LANES)
     wide = most_lanes(capabilities)
+    if item_size(problem.dtype) > _ITEM:  # as many registers as for vectors of twice as many items, or half
+        yield from _with_lanes(problem, LANES, wide if wide > LANES else LANES // 2)
+        return
+    yield from _with_lanes(problem, LANES, LANES)
     in_place = [reads_windows(problem, MicroTile(1, 1, lanes)) for lanes in (LANES, wide)]
     if LANES < wide <= problem.columns and in_place[0] == in_place[1]:
-        yield from _with_lanes(problem, wide)
+        yield from _with_lanes(problem, wide, wide)
 
 
-def _with_lanes(problem: Problem, lanes: int) -> Iterator[MicroTile]:
-    sums, registers = most_sums(lanes), 2 * lanes
+def _with_lanes(problem: Problem, lanes: int, half: int) -> Iterator[MicroTile]:
+    """Micro-tiles of vectors of so many items, `half` of the registers of which there are."""
+    sums, registers = most_sums(half), 2 * half
     for vectors in range(1, max(1, min(sums // 2, problem.columns // lanes)) + 1):
         most = min(problem.rows, sums // vectors, (registers - 1) // vectors - 1)
         yield from (MicroTile(rows, vectors, lanes) for rows in range(1, most + 1))
@@ -187,7 +193,7 @@ def _packs_right(problem: Problem, tile: MicroTile) -> bool:
     return not reads_windows(problem, tile) and (
         right.column_stride != 1
         or isinstance(right.row_stride, Digits)
-        or right.memory.dtype != "float32"
+        or not right.is_summed
         or problem.columns < tile.columns
         or (large and problem.rows > _FEWER_ROWS)
     )
