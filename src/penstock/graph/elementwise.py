@@ -214,13 +214,21 @@ conj: Apply = _row("conj", np.conj, rounding=_EXACT)
 real: Apply = _row("real", np.real, shape_rule=_real, rounding=_EXACT)
 imag: Apply = _row("imag", np.imag, shape_rule=_real, rounding=_EXACT)
 
-# The error function and what it lacks to 1, to 2 or 3 units in the last place: near 0 by a Taylor series,
-# elsewhere, with t = 1 / (1 + z / 2), by erfc(z) = t exp(-z^2 + P(t)) in float32, and in float64 by
-# erfc(z) = t exp(-z^2) P(t). The first P is a fit with a relative error below 1.2e-7. The second interpolates
-# at the Chebyshev nodes of (0, 2/3), with a relative error below 1e-15.
+# The error function, to 2 or 3 units in the last place, and what it lacks to 1. In float32 it is x + x P(x^2)
+# near 0, and 1 - exp(t Q(t) - t) up to t = 4, with the coefficients of N. Juffa; in float64 a Taylor series
+# near 0. Elsewhere, with t = 1 / (1 + z / 2), erfc(z) = t exp(-z^2) P(t), where P interpolates at the Chebyshev
+# nodes of (0, 2/3), with a relative error below 1e-15; erfc(z) = t exp(-z^2 + P(t)) in float32, where P is a
+# fit with a relative error below 1.2e-7.
 
 _ERF_SERIES = tuple(2 / math.sqrt(math.pi) * (-1) ** n / (math.factorial(n) * (2 * n + 1)) for n in range(21))
 # fmt: off
+_ERF_NEAR = (
+    1.28379166e-1, -3.76125336e-1, 1.12819925e-1, -2.67681349e-2, 4.99119423e-3, -5.96761703e-4,
+)
+_ERF_FAR = (
+    -1.28717512e-1, -6.34846687e-1, -1.06777877e-1, 2.42546219e-2, -3.88396438e-3, 3.83197126e-4,
+    -1.72853470e-5,
+)
 _ERF_TAIL = (
     -1.26551223, 1.00002368, 0.37409196, 0.09678418, -0.18628806,
     0.27886807, -1.13520398, 1.48851587, -0.82215223, 0.17087277,
@@ -243,10 +251,15 @@ def _has_erf(node: Node, target: Capabilities) -> bool:
 def _erf(x: Node) -> Node:
     if x.dtype in HALF_PRECISION:
         return cast(_erf(cast(x, float32)), x.dtype)
-    z, limit = abs_(x), 1.0 if x.dtype == float64 else 0.5
-    far = subtract(like(x, 1), _erf_tail(z))
-    far = where(less(x, like(x, 0)), negative(far), far)
-    return where(less(z, like(x, limit)), _erf_near(x), far)
+    z, one = abs_(x), like(x, 1)
+    if x.dtype == float64:
+        near, far, limit = _erf_series(x), subtract(one, _erf_tail(z)), 1.0
+    else:
+        near = add(x, multiply(x, _polynomial(multiply(x, x), _ERF_NEAR)))
+        t = minimum(z, like(x, 4))
+        far = subtract(one, exp(subtract(multiply(t, _polynomial(t, _ERF_FAR)), t)))
+        limit = 0.927734375
+    return where(less(like(x, limit), z), copysign(far, x), near)
 
 
 def _erfc(x: Node) -> Node:
@@ -257,12 +270,11 @@ def _erfc(x: Node) -> Node:
     far = where(less(x, like(x, 0)), subtract(like(x, 2), tail), tail)
     if x.dtype != float64:
         return far
-    return where(less(z, like(x, 1)), subtract(like(x, 1), _erf_near(x)), far)
+    return where(less(z, like(x, 1)), subtract(like(x, 1), _erf_series(x)), far)
 
 
-def _erf_near(x: Node) -> Node:
-    series = _ERF_SERIES if x.dtype == float64 else _ERF_SERIES[:7]
-    return multiply(x, _polynomial(multiply(x, x), series))
+def _erf_series(x: Node) -> Node:
+    return multiply(x, _polynomial(multiply(x, x), _ERF_SERIES))
 
 
 def _erf_tail(z: Node) -> Node:

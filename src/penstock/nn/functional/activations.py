@@ -9,7 +9,7 @@ from penstock.graph import attention as graph
 from penstock.graph.node import DType
 from penstock.nn.functional.common import check_floating, takes_dim, wide, with_slope
 from penstock.tensor.arithmetic import abs as abs_
-from penstock.tensor.arithmetic import erfc, exp, expm1, log, log1p, tanh, where
+from penstock.tensor.arithmetic import erf, exp, expm1, log, log1p, tanh, where
 from penstock.tensor.broadcasting import axes_of
 from penstock.tensor.composite import composite
 from penstock.tensor.core import Tensor, record
@@ -98,7 +98,7 @@ def _exact_gelu_slope(x: Tensor) -> Tensor:
 
 def _normal_cdf(x: Tensor) -> Tensor:
     """The distribution function of the standard normal distribution."""
-    return erfc(x * -math.sqrt(0.5)) * 0.5
+    return (erf(x * math.sqrt(0.5)) + 1) * 0.5
 
 
 @composite
