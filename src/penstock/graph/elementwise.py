@@ -214,11 +214,11 @@ conj: Apply = _row("conj", np.conj, rounding=_EXACT)
 real: Apply = _row("real", np.real, shape_rule=_real, rounding=_EXACT)
 imag: Apply = _row("imag", np.imag, shape_rule=_real, rounding=_EXACT)
 
-# The error function, to 2 or 3 units in the last place, and what it lacks to 1. In float32 it is x + x P(x^2)
-# near 0, and 1 - exp(t Q(t) - t) up to t = 4, with the coefficients of N. Juffa; in float64 a Taylor series
-# near 0. Elsewhere, with t = 1 / (1 + z / 2), erfc(z) = t exp(-z^2) P(t) in float64, where P interpolates at
-# the Chebyshev nodes of (0, 2/3), with a relative error below 1e-15, and t exp(-z^2 + P(t)) in float32, with a
-# fit whose relative error is below 1.2e-7.
+# The error function, to 2 or 3 units in the last place, and what it lacks to 1. In float32 it is x + x
+# P(x^2) near 0, and 1 - exp(t Q(t) - t) up to t = 4, with the coefficients of N. Juffa; in float64 a Taylor
+# series near 0. Elsewhere, with t = 1 / (1 + z / 2), erfc(z) = t exp(-z^2) P(t) in float64, where P
+# interpolates at the Chebyshev nodes of (0, 2/3), with a relative error below 1e-15, and t exp(-z^2 + P(t))
+# in float32, with a fit whose relative error is below 1.2e-7.
 
 _ERF_SERIES = tuple(2 / math.sqrt(math.pi) * (-1) ** n / (math.factorial(n) * (2 * n + 1)) for n in range(21))
 # fmt: off
