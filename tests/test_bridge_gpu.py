@@ -165,6 +165,22 @@ def test_random_graphs_have_the_same_bits(
     assert checked
 
 
+def test_constants_of_16_bits_keep_their_places(gpu: Device) -> None:
+    """Those of another expression, which the same program computes: of each dtype there are others."""
+    x = ps.asarray(values(20, 30), device=gpu)
+    half = x.astype(ps.bfloat16).realize()
+
+    def structure(number: float, other: float) -> Structure:
+        return Structure([((half * number).astype(ps.float32) + x * other)._node], gpu.capabilities)
+
+    first, second, own = structure(2.5, 2.5), structure(3.3, 0.1), executables(gpu)
+    assert first.key == second.key
+    program = Executable(own._separate(first), gpu, own.kernels)
+    (buffer,) = program.run([node.value for node in first.inputs], second.constants())
+    expected = ps.jit(lambda half, x: (half * 3.3).astype(ps.float32) + x * 0.1)(half, x).numpy()
+    np.testing.assert_array_equal(gpu.download(buffer, x.dtype, x.shape).wait(), expected)
+
+
 @pytest.mark.parametrize("name", ["softmax", "std", "gelu"])
 def test_each_operation_has_a_kernel_and_a_launch_of_its_own(threads: Device, name: str) -> None:
     x = ps.asarray(values(40, 30), device=threads)
