@@ -359,6 +359,18 @@ def test_gradients_are_clipped_together(kind: float) -> None:
     assert nn.utils.clip_grad_norm_(tensors[2], 1.0) is None
 
 
+@pytest.mark.parametrize("kind", [1.0, 2.0, 3.0])
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_large_gradients_in_half_precision_are_clipped(half: str, kind: float) -> None:
+    weight = nn.Parameter(ps.ones((400,)).astype(getattr(ps, half)))
+    weight.grad = (ps.ones((400,)) * 256).astype(getattr(ps, half))
+    total = 256 * 400 ** (1 / kind)
+    assert nn.utils.clip_grad_norm_(weight, total / 2, kind).item() == pytest.approx(total, rel=1e-3)
+    assert weight.grad is not None
+    assert weight.grad.dtype == getattr(ps, half)
+    assert weight.grad.astype(ps.float32).numpy() == pytest.approx(np.full(400, 128), rel=1e-2)
+
+
 def test_parameters_as_a_vector() -> None:
     tensors = [ones(2, 2).requires_grad_(), ones(3).requires_grad_()]
     vector = nn.utils.parameters_to_vector(tensors)

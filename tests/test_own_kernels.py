@@ -76,6 +76,18 @@ def slope(function: Callable[[np.ndarray], Any], x: np.ndarray, step: float = 1e
 # Formulas
 
 
+def test_the_result_of_a_formula_is_a_tensor_of_its_own() -> None:
+    x = ps.ones((2,), device="host").requires_grad_()
+    y = ps.kernel("x")(x)
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [1, 1]
+    before = ps.ones((2,), device="host")
+    after = ps.kernel("x")(before)
+    after.add_(1)
+    assert (before.tolist(), after.tolist()) == ([1, 1], [2, 2])
+
+
 def test_a_formula_gives_what_numpy_gives(device: Device) -> None:
     swish, x = ps.kernel(SWISH), array(5, 7)
     (tensor,) = at(device, x)

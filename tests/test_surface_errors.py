@@ -14,6 +14,27 @@ from penstock import nn
 from penstock.nn import functional as F  # noqa: N812
 
 
+def test_a_gradient_is_a_tensor_like_its_own() -> None:
+    x = ps.ones(3, device="host").requires_grad_()
+    for gradient, error, message in (
+        (1.0, TypeError, "a gradient is a tensor or None, and float was given"),
+        (np.ones(3, np.float32), TypeError, "and ndarray was given"),
+        (
+            ps.ones(1, device="host"),
+            ValueError,
+            r"the shape \(1,\) is not for a tensor of float32 and \(3,\)",
+        ),
+        (ps.ones(3, dtype=ps.float64, device="host"), ValueError, "a gradient of float64"),
+        (ps.ones(3, device="opencl:0"), ValueError, "on host and its gradient is on opencl:0"),
+    ):
+        with pytest.raises(error, match=message):
+            x.grad = gradient  # type: ignore[assignment]
+    assert x.grad is None
+    x.grad = ps.ones(3, device="host")
+    x.sum().backward()
+    assert x.grad.tolist() == [2, 2, 2]
+
+
 def test_tensors_of_two_devices_are_refused_where_the_host_computes_too() -> None:
     here, there = ps.asarray([1.0, 2.0], device="host"), ps.asarray([1.0, 2.0], device="opencl:0")
     calls: list[Callable[[], Any]] = [

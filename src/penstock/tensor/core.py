@@ -31,7 +31,7 @@ from penstock.stream.future import Future
 from penstock.tensor import dtypes
 from penstock.tensor.capture import Capture, capture
 from penstock.tensor.dlpack import exported
-from penstock.tensor.leaves import ends_at, leaf_of
+from penstock.tensor.leaves import check_gradient, ends_at, leaf_of
 from penstock.tensor.methods import Methods
 from penstock.tensor.operators import Operators
 from penstock.tensor.recording import computes, recording
@@ -356,13 +356,12 @@ class Tensor(Operators, Methods):
     @property
     def grad(self) -> Tensor | None:
         """The sum of the gradients from all calls of `backward`; None before the first."""
-        capturing = capture.get()
-        return self._actual_grad if capturing is None else capturing.grad_of(self)
+        return self._actual_grad if (capturing := capture.get()) is None else capturing.grad_of(self)
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        capturing = capture.get()
-        if capturing is None:
+        check_gradient(self, gradient)
+        if (capturing := capture.get()) is None:
             self._actual_grad = gradient
         else:
             capturing.set_grad(self, gradient)

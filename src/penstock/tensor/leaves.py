@@ -42,6 +42,20 @@ def _owner(node: Node) -> Tensor | None:
     return tensor if tensor is not None and tensor.requires_grad else None
 
 
+def check_gradient(tensor: Tensor, gradient: Tensor | None) -> None:
+    """Raise unless a tensor may have this gradient."""
+    if gradient is None:
+        return
+    if not isinstance(getattr(gradient, "_actual_node", None), Node):
+        raise TypeError(f"a gradient is a tensor or None, and {type(gradient).__name__} was given")
+    if gradient.device is not tensor.device:
+        names = f"{tensor.device.name} and its gradient is on {gradient.device.name}"
+        raise ValueError(f"a tensor is on {names}; use to_device first")
+    if gradient.shape != tensor.shape or gradient.dtype != tensor.dtype:
+        given = f"{gradient.dtype} and the shape {gradient.shape}"
+        raise ValueError(f"a gradient of {given} is not for a tensor of {tensor.dtype} and {tensor.shape}")
+
+
 def sources_of(gradients: Iterable[Tensor]) -> list[Tensor]:
     """Of what gradients were computed from, if it is still in use: the values `backward` was called on.
 

@@ -205,6 +205,8 @@ def _some_tensor(name: str, values: Any) -> list[Tensor]:
 
 
 def _finished(name: str, result: Tensor, given: list[Any], gradient: GradientFunction | None) -> Tensor:
+    if any(result is value for value in given):  # a tensor of its own, which may be changed in place
+        result = record(result._node, result)
     return result if gradient is None else with_gradient(name, result, given, gradient)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from penstock.nn.functional.common import wide
 from penstock.nn.utils import parametrizations, rnn
 from penstock.tensor.arithmetic import abs as abs_
 from penstock.tensor.arithmetic import clip, minimum, sqrt
@@ -32,8 +33,8 @@ _EPS = 1e-6  # added to a norm that may be 0
 
 
 def get_total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm of all tensors, concatenated to a vector."""
-    given = list(tensors)
+    """The norm of all tensors, concatenated to a vector; in float32 of those in half precision."""
+    given = [wide(tensor) for tensor in tensors]
     if not given:
         raise ValueError("get_total_norm needs a tensor")
     if norm_type != math.inf and norm_type <= 0:
@@ -62,7 +63,7 @@ def clip_grad_norm_(
         total = get_total_norm([grad for _, grad in tensors], norm_type)
         factor = minimum(max_norm / (total + _EPS), 1.0)
         for tensor, grad in tensors:
-            _replace(tensor, grad * astype(factor, grad.dtype))
+            _replace(tensor, astype(wide(grad) * astype(factor, wide(grad).dtype), grad.dtype))
     return total
 
 
