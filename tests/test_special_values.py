@@ -160,7 +160,7 @@ def test_bits_do_not_depend_on_the_place_in_a_vector(opencl: Device, dtype: Any)
     ones = ordinary(dtype, 3)
     large = np.array([1e30, np.inf, np.nan, -(2.0**21)], dtype)
     mixed = np.stack([ones, np.resize(large, ones.shape)]).T.reshape(-1)
-    for name in (*UNARY, "pow", "atan2", "hypot"):
+    for name in (*UNARY, "pow", "atan2", "hypot", "remainder"):
         function = ps.jit(getattr(ps, name))
 
         def bits(array: np.ndarray) -> np.ndarray:
@@ -171,6 +171,27 @@ def test_bits_do_not_depend_on_the_place_in_a_vector(opencl: Device, dtype: Any)
         alone = np.concatenate([bits(ones[at : at + 1]) for at in range(len(ones))])
         for together in (bits(ones), bits(np.tile(ones, 40))[-len(ones) :], bits(mixed)[::2]):
             assert together.tobytes() == alone.tobytes(), name
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+def test_divisions_are_exact(opencl: Device, dtype: Any) -> None:
+    """In kernels: of zeros, infinities, tiny and large quotients, multiples, and numbers near them."""
+    first, second = (side.reshape(-1) for side in np.meshgrid(specials(dtype), specials(dtype)))
+    numbers = np.random.default_rng(0).permutation(ordinary(dtype, 500) if dtype != np.float16 else first)
+    whole = np.arange(-200, 200).astype(dtype)
+    x = np.concatenate([first, numbers, whole, whole / 10])
+    y = np.concatenate([second, numbers[::-1], np.roll(whole, 7), np.full_like(whole, 0.1)]).astype(dtype)
+    given = [ps.asarray(side, device=opencl) for side in (x, y)]
+    with np.errstate(all="ignore"):
+        quotient = np.where(np.isfinite(x) & np.isfinite(y), np.floor_divide(x, y), np.floor(x / y))
+        expected = {"remainder": np.remainder(x, y), "fmod": np.fmod(x, y), "floor_divide": quotient}
+    for name, wanted in expected.items():
+        assert "host" not in str(ps.explain(getattr(ps, name)(*given)))
+        for function in (getattr(ps, name), ps.jit(getattr(ps, name))):
+            got = function(*given).numpy()
+            np.testing.assert_array_equal(got, wanted, name)
+            signs = np.signbit(got) == np.signbit(wanted)
+            assert np.all(signs | np.isnan(wanted)), name
 
 
 # Functions of networks, by NumPy and by kernels

@@ -19,7 +19,7 @@ from penstock.graph.creating import POSITIONS, SEQUENCE
 from penstock.graph.dtypes import uint32, uint64
 from penstock.graph.elementwise import CAST, FULL, PRIMITIVES, cast
 from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape, same
-from penstock.graph.reducing import ARGSORT, max_
+from penstock.graph.reducing import ARGSORT, TOP, max_
 from penstock.graph.shaping import concat, pad, reshape
 
 _CLAMPING: dict[str, Callable[[Iterable[int]], int]] = {"minimum": min, "maximum": max}
@@ -116,6 +116,8 @@ def known_range(index: Node, spans: bool = True) -> tuple[int, int] | None:
         return known_range(given["subgraph"].outputs[0], spans=False)
     if primitive is ARGSORT:
         return 0, max(index.shape[given["axis"]] - 1, 0)
+    if primitive is TOP and index.inputs:
+        return 0, max(index.inputs[0].shape[given["axis"]] - 1, 0)
     if primitive.name in _CLAMPING and index.dtype.kind in "iu" and index.inputs:
         limits = np.iinfo(np.dtype(index.dtype))
         sides = [known_range(side, spans) or (int(limits.min), int(limits.max)) for side in index.inputs]

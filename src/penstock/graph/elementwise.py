@@ -324,7 +324,11 @@ copysign: Apply = _row(
 )
 nextafter: Apply = _row("nextafter", np.nextafter, rounding=_EXACT, as_stored=True, no_kernel=HALF_PRECISION)
 logaddexp: Apply = _row(
-    "logaddexp", np.logaddexp, lambda g, n: [multiply(g, exp(subtract(x, n))) for x in n.inputs], **_SLOW
+    "logaddexp",
+    np.logaddexp,
+    lambda g, n: [multiply(g, exp(subtract(x, n))) for x in n.inputs],
+    decompose=lambda n, _: _logaddexp(*n.inputs),
+    **_SLOW,
 )
 maximum: Apply = _row("maximum", np.maximum, lambda g, n: _extreme_gradient(g, n), rounding=_EXACT)
 minimum: Apply = _row("minimum", np.minimum, lambda g, n: _extreme_gradient(g, n), rounding=_EXACT)
@@ -342,6 +346,15 @@ bitwise_or: Apply = _row("bitwise_or", np.bitwise_or)
 bitwise_xor: Apply = _row("bitwise_xor", np.bitwise_xor)
 bitwise_left_shift: Apply = _row("bitwise_left_shift", np.left_shift)
 bitwise_right_shift: Apply = _row("bitwise_right_shift", np.right_shift)
+
+
+def _logaddexp(x: Node, y: Node) -> Node:
+    if x.dtype in HALF_PRECISION:
+        return cast(_logaddexp(cast(x, float32), cast(y, float32)), x.dtype)
+    rest = log1p(exp(negative(abs_(subtract(x, y)))))
+    # Infinities of the same sign have no difference.
+    return where(equal(x, y), add(x, like(x, math.log(2))), add(maximum(x, y), rest))
+
 
 # Three inputs
 

@@ -9,13 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from penstock.graph.dtypes import int64
+from penstock.drivers.driver import Capabilities
+from penstock.graph.dtypes import HALF_PRECISION, int64
 from penstock.graph.elementwise import BOOL, cast, divide, equal, full, multiply, where
 from penstock.graph.node import Array, DType, Kind, Node, Primitive, Rounding, Shape, Vjp, same
 from penstock.graph.shaping import concat, permute, reshape, slice_axis
 
 INDEX = int64
 Axes = tuple[int, ...]
+_MOST_KEPT = 64  # of the first items of sorted rows, each of which may have to move for every item
 BLOCK = 128  # values that are added up sequentially; longer sums are added up in levels of such blocks
 
 
@@ -248,6 +250,30 @@ ARGSORT = Primitive(
 SORT = Primitive(
     "sort", Kind.SORT, lambda x, axis, descending: (x.shape, x.dtype), _sort_reference, weight=16
 )
+
+
+def _top_shape(x: Node, axis: int, descending: bool, count: int) -> tuple[Shape, DType]:
+    return (*x.shape[:axis], count, *x.shape[axis + 1 :]), INDEX
+
+
+def _top_reference(x: Array, axis: int, descending: bool, count: int) -> Array:
+    return np.take(_argsort_reference(x, axis, descending), np.arange(count), axis)
+
+
+def _sorted_top(node: Node, target: Capabilities) -> Node | None:
+    """All are sorted, unless a CPU keeps few."""
+    x, axis, descending, count = node.inputs[0], *node.attributes.values()
+    if target.vector_width > 1 and 0 < count <= _MOST_KEPT and x.dtype not in HALF_PRECISION:
+        return None
+    return slice_axis(argsort(x, axis, descending), axis, 0, count)
+
+
+TOP = Primitive("top", Kind.SORT, _top_shape, _top_reference, decompose=_sorted_top, weight=16)
+
+
+def top(x: Node, axis: int, descending: bool, count: int) -> Node:
+    """The first of the indices that sort `x`."""
+    return Node(TOP, (x,), {"axis": axis, "descending": descending, "count": count})
 
 
 def argsort(x: Node, axis: int, descending: bool) -> Node:

@@ -115,7 +115,8 @@ def fusible(node: Node, capabilities: Capabilities) -> bool:
     if kind is not Kind.ELEMENTWISE or node.dtype in primitive.no_kernel:
         return False
     result, of = computed_dtype(node), computed_dtype(node.inputs[-1])
-    return dialect_of(capabilities).has_operation(primitive.name, result, of, len(node.inputs))
+    vectors, inputs = capabilities.vector_width > 1, len(node.inputs)
+    return dialect_of(capabilities).has_operation(primitive.name, result, of, inputs, vectors)
 
 
 def _has(dtype: str, capabilities: Capabilities) -> bool:

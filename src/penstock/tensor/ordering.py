@@ -48,7 +48,7 @@ from penstock.tensor.reduction import argmax, argmin, narrowed, widened
 from penstock.tensor.reduction import max as max_
 from penstock.tensor.reduction import min as min_
 from penstock.tensor.reduction import sum as sum_
-from penstock.tensor.searching import argsort, nonzero, sort, unique_all
+from penstock.tensor.searching import argsort, nonzero, sort, top, unique_all
 
 Axis = int | Sequence[int] | None
 _PAIR = "this is a pair of values and indices, as in PyTorch; take .values, or ask by axis="
@@ -136,7 +136,7 @@ def _top_values(x: Tensor, k: int, axis: int, largest: bool) -> Tensor:
 
 @composite
 def _top_indices(x: Tensor, k: int, axis: int, largest: bool) -> Tensor:
-    return _at(argsort(x, axis=axis, descending=largest), axis, slice(0, k))
+    return top(x, axis, largest, k)
 
 
 def _alone(x: Tensor) -> Ordered:

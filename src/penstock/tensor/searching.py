@@ -28,6 +28,12 @@ def argsort(x: Tensor, /, axis: int = -1, descending: bool = False, stable: bool
     return record(reducing.argsort(x._node, position, descending), x)
 
 
+def top(x: Tensor, axis: int, descending: bool, count: int) -> Tensor:
+    """The first of the indices that sort the items along an axis."""
+    _check_order("topk", x)
+    return record(reducing.top(x._node, axis, descending, count), x)
+
+
 @of_tensor
 @composite
 def sort(x: Tensor, /, axis: int = -1, descending: bool = False, stable: bool = True) -> Tensor:

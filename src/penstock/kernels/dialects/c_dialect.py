@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from penstock.kernels import ir
 from penstock.kernels.dialects.c import CPrinter
-from penstock.kernels.dialects.c_expressions import expression
+from penstock.kernels.dialects.c_expressions import CPU_SCALAR_PATTERNS, expression
 from penstock.kernels.dialects.c_threads import ThreadPrinter
 from penstock.kernels.dialects.c_vectors import VectorPrinter
 from penstock.kernels.dialects.dialect import Dialect, RawKernel
@@ -47,8 +47,9 @@ class CDialect(Dialect):
     prelude: str
     optional_preludes: Mapping[str, str] = {"philox(": PHILOX}  # by a word of the text that needs it
 
-    def has_operation(self, operation: str, result: str, of: str, inputs: int) -> bool:
-        return expression(operation, ir.Type(result), ir.Type(of), ("x",) * inputs) is not None
+    def has_operation(self, operation: str, result: str, of: str, inputs: int, vectors: bool) -> bool:
+        first = CPU_SCALAR_PATTERNS if vectors else None
+        return expression(operation, ir.Type(result), ir.Type(of), ("x",) * inputs, first) is not None
 
     def print(self, kernel: ir.KernelIR, name: str) -> str:
         printer = _printer(kernel)

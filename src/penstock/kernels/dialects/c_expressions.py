@@ -12,6 +12,7 @@ from penstock.kernels.source import C_TYPES
 
 # {0}, {1} and {2} are the inputs, {T} their type, {U} its unsigned type.
 _SAME = {"positive": "({0})", "stop": "({0})"}
+_DIVISIONS = ("remainder", "floor_divide")  # of floating-point numbers, which only a CPU has
 _TESTS = ("isnan", "isinf", "isfinite", "signbit")
 _TRUTHS = frozenset((*patterns.COMPARISONS, *patterns.EXTREMES, *_TESTS))  # whose results are booleans
 _UNARY = """erf exp expm1 log log1p log2 log10 sqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh
@@ -48,7 +49,8 @@ _FLOAT_SCALAR = {
 
 def _in_vectors(item: str) -> dict[str, str]:
     """Functions of vectors of floating-point items."""
-    calls = {name: _FLOAT[name] for name in vector_functions.FUNCTIONS[item]}
+    divisions = {name: f"{name}({{0}}, {{1}})" for name in _DIVISIONS}
+    calls = {name: (_FLOAT | divisions)[name] for name in vector_functions.FUNCTIONS[item]}
     return {name: call.replace(name, f"{name}_{{T}}", 1) for name, call in calls.items()}
 
 
@@ -83,7 +85,7 @@ _EXACT = ("sqrt", "floor", "ceil", "trunc")
 
 
 def _of_a_lane(vectors: Mapping[str, str], type_: str) -> Mapping[str, str]:
-    names = [name for name in (*_UNARY.split(), "atan2", "hypot", "pow") if name not in _EXACT]
+    names = [name for name in (*_UNARY.split(), *_DIVISIONS, "atan2", "hypot", "pow") if name not in _EXACT]
     given = f"({type_})({{0}})", f"({type_})({{1}})"
     return {name: vectors[name].format(*given, T=type_, width=8) + ".s0" for name in names}
 

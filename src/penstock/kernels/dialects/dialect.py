@@ -82,8 +82,8 @@ class Dialect(ABC):
         """The whole text of a user's own kernel."""
 
     @abstractmethod
-    def has_operation(self, operation: str, result: str, of: str, inputs: int) -> bool:
-        """Whether the language has a primitive on values of dtype `of`."""
+    def has_operation(self, operation: str, result: str, of: str, inputs: int, vectors: bool) -> bool:
+        """Whether the language has a primitive on values of dtype `of`; `vectors`: for a CPU."""
 
     passed_as: Mapping[str, str]  # dtypes of scalars that are passed as another dtype
     fixed_nodes: tuple[type, ...] = ()  # statements whose constants cannot become arguments

@@ -380,7 +380,61 @@ static inline double8 hypot_double8(double8 x, double8 y) {
 }
 """
 
+# Of sizes whose quotient is not large: it is at most 1 too large, and its product with the divisor is exact.
+_FLOAT_REST = """
+static inline float8 division_rest_float8(float8 a, float8 b, int8 *large) {
+    double8 x = __builtin_convertvector(a, double8), y = __builtin_convertvector(b, double8), q = x / y;
+    double8 r = x - trunc(q) * y;
+    r = r < 0 ? r + y : r;
+    *large = __builtin_convertvector(~(q < 536870912), int8);
+    return __builtin_convertvector(r, float8);
+}
+"""
+_TWICE_REST = """
+static inline float16 division_rest_float16(float16 a, float16 b, int16 *large) {
+    int8 low, high;
+    float8 r = division_rest_float8(a.lo, b.lo, &low), s = division_rest_float8(a.hi, b.hi, &high);
+    *large = (int16)(low, high);
+    return (float16)(r, s);
+}
+"""
+_WIDE_REST = """
+static inline double8 division_rest_double8(double8 a, double8 b, long8 *large) {
+    double8 q = a / b, r = fma(-trunc(q), b, a);
+    *large = ~(q < 4503599627370496.0);
+    return r < 0 ? r + b : r;
+}
+"""
+# As NumPy's: the remainder has the sign of the divisor, and the quotient is that of what is divided exactly.
+_DIVISIONS = """
+static inline $F truncated_rest_$F($F x, $F y) {
+    $I sign = as_$I(x) & $sign, large;
+    $F a = as_$F(as_$I(x) ^ sign), b = as_$F(as_$I(y) & ~$sign), r = division_rest_$F(a, b, &large);
+    r = as_$F(as_$I(a < b ? a : r) | sign);
+    if (any(large))
+        for (int lane = 0; lane < $width; lane++)
+            if (large[lane]) r[lane] = fmod(x[lane], y[lane]);
+    return r;
+}
+static inline $F remainder_$F($F x, $F y) {
+    $F r = truncated_rest_$F(x, y);
+    r = (r != 0) & ((y < 0) != (r < 0)) ? r + y : r;
+    return r == 0 ? as_$F(as_$I(y) & $sign) : r;
+}
+static inline $F floor_divide_$F($F x, $F y) {
+    $F r = truncated_rest_$F(x, y), q = x / y, whole = (x - r) / y;
+    whole = (r != 0) & ((y < 0) != (r < 0)) ? whole - 1 : whole;
+    $F down = floor(whole);
+    down = whole - down > 0.5$f ? down + 1 : down;
+    down = whole == 0 ? as_$F(as_$I(q) & $sign) : down;
+    return (fabs(x) < INFINITY) & (fabs(y) < INFINITY) & (y != 0) ? down : y == 0 ? q : floor(q);
+}
+"""
 _TEMPLATES = {
+    "rest": _FLOAT_REST,
+    "twice_rest": _TWICE_REST,
+    "wide_rest": _WIDE_REST,
+    "divisions": _DIVISIONS,
     "quick": _QUICK,
     "error_function": _ERROR_FUNCTION,
     "remainder": _REMAINDER,
@@ -431,6 +485,11 @@ _FAMILIES: Mapping[str, Mapping[str, str]] = {
         "double8": "power_ends log_parts wide_power pow",
     },
     "hypot": {"double8": "hypot"},
+    "remainder floor_divide": {
+        "float8": "rest divisions",
+        "float16": "rest.float8 twice_rest divisions",
+        "double8": "wide_rest divisions",
+    },
     "erf": {"float8": "quick error_function", "float16": "quick error_function"},
 }
 

@@ -71,7 +71,7 @@ class Wgsl(Dialect):
             lines.append(f"if (i >= {kernel.count}) {{ return; }}")
         return "\n".join([*lines, kernel.body, "}", ""])
 
-    def has_operation(self, operation: str, result: str, of: str, inputs: int) -> bool:
+    def has_operation(self, operation: str, result: str, of: str, inputs: int, vectors: bool) -> bool:
         return expression(operation, result, of, ("x",) * inputs) is not None
 
     def print(self, kernel: ir.KernelIR, name: str) -> str:

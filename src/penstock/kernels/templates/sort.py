@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from penstock.drivers.driver import Capabilities
 from penstock.graph.node import Node
+from penstock.graph.reducing import TOP
 from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.ir.expressions import Expr, Var
 from penstock.kernels.source import KernelSource
@@ -23,6 +24,7 @@ from penstock.kernels.templates.launches import Launch, Lowering, Tasks, is_cpu,
 from penstock.kernels.templates.scan import Scan, row_scan
 from penstock.kernels.templates.sort_cpu import sort_on_cpu
 from penstock.kernels.templates.sort_rows import SortedRows
+from penstock.kernels.templates.top import top_on_cpu
 
 _DIGITS = 256  # values of a digit, which is a byte; on a GPU a thread for each
 _BLOCK = 2048  # items that a workgroup counts and scatters
@@ -36,6 +38,8 @@ _MOST_WORDS = 1 << 31  # of all pairs, so that indices are int32
 
 def sort(node: Node, capabilities: Capabilities) -> Lowering | None:
     """Kernels of `sort` and `argsort`; None where workgroups are too small or indices too large."""
+    if node.primitive is TOP:
+        return top_on_cpu(node, capabilities)
     rows = SortedRows(node, capabilities)
     if rows.length <= (_INSERTED_ON_CPU if is_cpu(capabilities) else _INSERTED_ON_GPU):
         return one_launch(_insertion(rows, capabilities))

@@ -18,7 +18,7 @@ class SortedRows:
 
     def __init__(self, node: Node, capabilities: Capabilities) -> None:
         dtype = node.inputs[0].dtype
-        outer, self.length, self.inner = along(node.shape, node.attributes["axis"])
+        outer, self.length, self.inner = along(node.inputs[0].shape, node.attributes["axis"])
         self.count = outer * self.inner
         self.bytes = dtype.itemsize  # of a key, and its digits
         wide, cpu = self.bytes == 8, is_cpu(capabilities)
@@ -46,7 +46,11 @@ class SortedRows:
 
     def index(self, row: Expr, position: Expr) -> Expr:
         """The index of an item of a row."""
-        length, inner = self.length, self.inner
+        return self.index_among(row, position, self.length)
+
+    def index_among(self, row: Expr, position: Expr, length: int) -> Expr:
+        """The same where rows have another length."""
+        inner = self.inner
         if inner == 1:
             return row * length + position
         return row // inner * (length * inner) + row % inner + position * inner
