@@ -137,7 +137,7 @@ def tree_sum(rows: Array) -> Array:
 def check_summable(array: Array) -> None:
     """Refuse dtypes that engines have no sums of."""
     if array.dtype.kind not in "fiu" or array.dtype.itemsize < 4:
-        raise SettingError(f"ranks sum float32, float64 and integers, and {array.dtype} was given; cast it")
+        raise SettingError(f"ranks sum numbers of 32 or 64 bits, and {array.dtype} was given; cast it")
 
 
 def empty_result(operation: Move, size: int, array: Array) -> Array:
