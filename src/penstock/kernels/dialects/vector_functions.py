@@ -191,6 +191,21 @@ static inline $F atanh_$F($F x) {
     return as_$F(as_$I(0.5$f * log1p_$F((a + a) / (1 - a))) | sign);
 }
 """
+# Whether any lane is true, by instructions of x86: PoCL's takes as long as half of a sine.
+_ANY = """
+#ifdef __AVX__
+#define ANY_float8(truths) (__builtin_ia32_movmskps256(as_float8(truths)) != 0)
+#define ANY_double8(truths) ANY_float8(__builtin_convertvector(truths, int8))
+#else
+#define ANY_float8 any
+#define ANY_double8 any
+#endif
+#ifdef __AVX512DQ__
+#define ANY_float16(truths) (__builtin_ia32_cvtd2mask512(truths) != 0)
+#else
+#define ANY_float16(truths) ANY_float8((truths).lo | (truths).hi)
+#endif
+"""
 # x is n quarters of a turn plus a remainder. A lane that is large, infinite or NaN is computed by itself.
 _FLOAT_QUARTERS = """
 static inline float8 turn_remainder_float8(float8 x, int8 *quarters) {
@@ -228,7 +243,7 @@ static inline void sine_cosine_$F($F a, $I *quarters, $F *sine, $F *cosine) {
 }
 #define LARGE_BY_THEMSELVES_$F(y, function, a, x) \\
     $I large_ = as_$I(a) >= $large; \\
-    if (any(large_)) \\
+    if (ANY_$F(large_)) \\
         for (int lane_ = 0; lane_ < $width; lane_++) \\
             if (large_[lane_]) y[lane_] = function(x[lane_]);
 static inline $F sin_$F($F x) {
@@ -411,7 +426,7 @@ static inline $F truncated_rest_$F($F x, $F y) {
     $I sign = as_$I(x) & $sign, large;
     $F a = as_$F(as_$I(x) ^ sign), b = as_$F(as_$I(y) & ~$sign), r = division_rest_$F(a, b, &large);
     r = as_$F(as_$I(a < b ? a : r) | sign);
-    if (any(large))
+    if (ANY_$F(large))
         for (int lane = 0; lane < $width; lane++)
             if (large[lane]) r[lane] = fmod(x[lane], y[lane]);
     return r;
@@ -431,6 +446,7 @@ static inline $F floor_divide_$F($F x, $F y) {
 }
 """
 _TEMPLATES = {
+    "any": _ANY,
     "rest": _FLOAT_REST,
     "twice_rest": _TWICE_REST,
     "wide_rest": _WIDE_REST,
@@ -474,9 +490,9 @@ _FAMILIES: Mapping[str, Mapping[str, str]] = {
         "double8": "log_rest log_parts logarithms",
     },
     "sin cos tan": {
-        "float8": "quarters angles",
-        "float16": "quarters.float8 twice_quarters angles",
-        "double8": "wide_quarters angles",
+        "float8": "any.float8 quarters angles",
+        "float16": "any.float8 quarters.float8 twice_quarters angles",
+        "double8": "any.float8 wide_quarters angles",
     },
     "asin acos atan atan2": dict.fromkeys(_TYPES, "inverse_angles"),
     "pow": {
@@ -486,9 +502,9 @@ _FAMILIES: Mapping[str, Mapping[str, str]] = {
     },
     "hypot": {"double8": "hypot"},
     "remainder floor_divide": {
-        "float8": "rest divisions",
-        "float16": "rest.float8 twice_rest divisions",
-        "double8": "wide_rest divisions",
+        "float8": "any.float8 rest divisions",
+        "float16": "any.float8 rest.float8 twice_rest divisions",
+        "double8": "any.float8 wide_rest divisions",
     },
     "erf": {"float8": "quick error_function", "float16": "quick error_function"},
 }
