@@ -318,6 +318,8 @@ static inline $F atan2_$F($F y, $F x) {
 _POWER_ENDS = """
 static inline $F pow_ends_$F($F x, $F y, $F power) {
     $F a = as_$F(as_$I(x) & ~$sign), half_y = y * 0.5$f;
+    power = (a == 0) | (a == INFINITY) ? ((a == 0) == (y < 0) ? ($F)(INFINITY) : ($F)(0)) : power;
+    power = x != x ? x : y != y ? y : power;
     $I whole = rint(y) == y, odd = whole & (rint(half_y) != half_y);
     power = as_$F(as_$I(power) ^ (as_$I(x) & odd & $sign));
     power = (x < 0) & ~whole & (a < INFINITY) ? ($F)(NAN) : power;
@@ -325,14 +327,11 @@ static inline $F pow_ends_$F($F x, $F y, $F power) {
     return (x == 1) | (y == 0) ? ($F)(1) : power;
 }
 """
-# In float32, by a logarithm and an exponential in float64.
+# In float32, by a logarithm and an exponential in float64; x is 2^n (1 + f).
 _POWER = """
-static inline float8 pow_parts_float8(float8 x, float8 y) {
-    float8 a = as_float8(as_int8(x) & ~$sign);
-    double8 wide = __builtin_convertvector(a, double8), f, n = log_parts_double8(wide, &f);
-    double8 s = f / (2 + f), z = s * s;
-    double8 l = n + 2.8853900817779268 * (s + s * (z * $atanh));
-    l = wide == 0 ? (double8)(-INFINITY) : wide < INFINITY ? l : wide;
+static inline float8 power_of_parts(float8 n, float8 f, float8 y) {
+    double8 wide = __builtin_convertvector(f, double8), s = wide / (2 + wide), z = s * s;
+    double8 l = __builtin_convertvector(n, double8) + 2.8853900817779268 * (s + s * (z * $atanh));
     double8 p = l * __builtin_convertvector(y, double8);
     p = p < -200 ? (double8)(-200) : p;
     p = p > 200 ? (double8)(200) : p;
@@ -341,9 +340,16 @@ static inline float8 pow_parts_float8(float8 x, float8 y) {
     return __builtin_convertvector(power * as_double8((as_long8(t) + 1023) << 52), float8);
 }
 """
+_FLOAT_POWER = """
+static inline float8 pow_parts_float8(float8 x, float8 y) {
+    float8 f, n = log_parts_float8(as_float8(as_int8(x) & ~$sign), &f);
+    return power_of_parts(n, f, y);
+}
+"""
 _TWICE_POWER = """
 static inline float16 pow_parts_float16(float16 x, float16 y) {
-    return (float16)(pow_parts_float8(x.lo, y.lo), pow_parts_float8(x.hi, y.hi));
+    float16 f, n = log_parts_float16(as_float16(as_int16(x) & ~$sign), &f);
+    return (float16)(power_of_parts(n.lo, f.lo, y.lo), power_of_parts(n.hi, f.hi, y.hi));
 }
 """
 # In float64 with twice the digits, as in fdlibm: a product of high parts is exact, and the low parts follow.
@@ -363,10 +369,8 @@ static inline double8 pow_parts_double8(double8 x, double8 y) {
     double8 log_high = high_part((l + l_low) + n), log_low = l_low - ((log_high - n) - l);
     double8 y_high = high_part(y);
     double8 p = y_high * log_high, p_low = (y - y_high) * log_high + y * log_low;
-    double8 end = a == 0 ? (double8)(-INFINITY) : a < INFINITY ? log_high : a;
-    long8 is_end = (a == 0) | ~(a < INFINITY) | ~(fabs(y) < INFINITY);
-    long8 many = is_end | ~(fabs(p + p_low) < 1100);
-    p = is_end ? y * end : p;
+    long8 is_end = ~(fabs(y) < INFINITY), many = is_end | ~(fabs(p + p_low) < 1100);
+    p = is_end ? y * log_high : p;
     p_low = many ? (double8)(0) : p_low;
     p = p < -1100 ? (double8)(-1100) : p;
     p = p > 1100 ? (double8)(1100) : p;
@@ -466,6 +470,7 @@ _TEMPLATES = {
     "inverse_angles": _INVERSE_ANGLES,
     "power_ends": _POWER_ENDS,
     "power": _POWER,
+    "float_power": _FLOAT_POWER,
     "twice_power": _TWICE_POWER,
     "wide_power": _WIDE_POWER,
     "pow": _POW,
@@ -496,8 +501,8 @@ _FAMILIES: Mapping[str, Mapping[str, str]] = {
     },
     "asin acos atan atan2": dict.fromkeys(_TYPES, "inverse_angles"),
     "pow": {
-        "float8": "power_ends log_parts.double8 power pow",
-        "float16": "power_ends log_parts.double8 power.float8 twice_power pow",
+        "float8": "power_ends log_parts power float_power pow",
+        "float16": "power_ends log_parts power.float8 twice_power pow",
         "double8": "power_ends log_parts wide_power pow",
     },
     "hypot": {"double8": "hypot"},
