@@ -317,11 +317,13 @@ static inline $F atan2_$F($F y, $F x) {
 # Where the power of |x| is known, its sign, and what the standards say of zeros, ones, infinities and NaN.
 _POWER_ENDS = """
 static inline $F pow_ends_$F($F x, $F y, $F power) {
-    $F a = as_$F(as_$I(x) & ~$sign), half_y = y * 0.5$f;
+    $F a = as_$F(as_$I(x) & ~$sign);
     power = (a == 0) | (a == INFINITY) ? ((a == 0) == (y < 0) ? ($F)(INFINITY) : ($F)(0)) : power;
     power = x != x ? x : y != y ? y : power;
-    $I whole = rint(y) == y, odd = whole & (rint(half_y) != half_y);
-    power = as_$F(as_$I(power) ^ (as_$I(x) & odd & $sign));
+    $I large = as_$F(as_$I(y) & ~$sign) >= $scale * 2;  // and so even
+    $F small_y = large ? ($F)(0) : y;
+    $I integer = __builtin_convertvector(small_y, $I), whole = __builtin_convertvector(integer, $F) == small_y;
+    power = as_$F(as_$I(power) ^ (as_$I(x) & whole & integer << ($bits - 1)));
     power = (x < 0) & ~whole & (a < INFINITY) ? ($F)(NAN) : power;
     power = (x == -1) & (as_$I(y) << 1 == as_$I(($F)(INFINITY)) << 1) ? ($F)(1) : power;
     return (x == 1) | (y == 0) ? ($F)(1) : power;
