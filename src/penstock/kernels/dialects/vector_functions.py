@@ -322,7 +322,8 @@ static inline $F pow_ends_$F($F x, $F y, $F power) {
     power = x != x ? x : y != y ? y : power;
     $I large = as_$F(as_$I(y) & ~$sign) >= $scale * 2;  // and so even
     $F small_y = large ? ($F)(0) : y;
-    $I integer = __builtin_convertvector(small_y, $I), whole = __builtin_convertvector(integer, $F) == small_y;
+    $I integer = __builtin_convertvector(small_y, $I);
+    $I whole = __builtin_convertvector(integer, $F) == small_y;
     power = as_$F(as_$I(power) ^ (as_$I(x) & whole & integer << ($bits - 1)));
     power = (x < 0) & ~whole & (a < INFINITY) ? ($F)(NAN) : power;
     power = (x == -1) & (as_$I(y) << 1 == as_$I(($F)(INFINITY)) << 1) ? ($F)(1) : power;
