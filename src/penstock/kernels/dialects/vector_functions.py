@@ -191,6 +191,21 @@ static inline $F atanh_$F($F x) {
     return as_$F(as_$I(0.5$f * log1p_$F((a + a) / (1 - a))) | sign);
 }
 """
+# Whether any lane is true, by instructions of x86: PoCL's takes as long as half of a sine.
+_ANY = """
+#ifdef __AVX__
+#define ANY_float8(truths) (__builtin_ia32_movmskps256(as_float8(truths)) != 0)
+#define ANY_double8(truths) ANY_float8(__builtin_convertvector(truths, int8))
+#else
+#define ANY_float8 any
+#define ANY_double8 any
+#endif
+#ifdef __AVX512DQ__
+#define ANY_float16(truths) (__builtin_ia32_cvtd2mask512(truths) != 0)
+#else
+#define ANY_float16(truths) ANY_float8((truths).lo | (truths).hi)
+#endif
+"""
 # x is n quarters of a turn plus a remainder. A lane that is large, infinite or NaN is computed by itself.
 _FLOAT_QUARTERS = """
 static inline float8 turn_remainder_float8(float8 x, int8 *quarters) {
@@ -228,7 +243,7 @@ static inline void sine_cosine_$F($F a, $I *quarters, $F *sine, $F *cosine) {
 }
 #define LARGE_BY_THEMSELVES_$F(y, function, a, x) \\
     $I large_ = as_$I(a) >= $large; \\
-    if (any(large_)) \\
+    if (ANY_$F(large_)) \\
         for (int lane_ = 0; lane_ < $width; lane_++) \\
             if (large_[lane_]) y[lane_] = function(x[lane_]);
 static inline $F sin_$F($F x) {
@@ -302,22 +317,24 @@ static inline $F atan2_$F($F y, $F x) {
 # Where the power of |x| is known, its sign, and what the standards say of zeros, ones, infinities and NaN.
 _POWER_ENDS = """
 static inline $F pow_ends_$F($F x, $F y, $F power) {
-    $F a = as_$F(as_$I(x) & ~$sign), half_y = y * 0.5$f;
-    $I whole = rint(y) == y, odd = whole & (rint(half_y) != half_y);
-    power = as_$F(as_$I(power) ^ (as_$I(x) & odd & $sign));
+    $F a = as_$F(as_$I(x) & ~$sign);
+    power = (a == 0) | (a == INFINITY) ? ((a == 0) == (y < 0) ? ($F)(INFINITY) : ($F)(0)) : power;
+    power = x != x ? x : y != y ? y : power;
+    $I large = as_$F(as_$I(y) & ~$sign) >= $scale * 2;  // and so even
+    $F small_y = large ? ($F)(0) : y;
+    $I integer = __builtin_convertvector(small_y, $I);
+    $I whole = __builtin_convertvector(integer, $F) == small_y;
+    power = as_$F(as_$I(power) ^ (as_$I(x) & whole & integer << ($bits - 1)));
     power = (x < 0) & ~whole & (a < INFINITY) ? ($F)(NAN) : power;
     power = (x == -1) & (as_$I(y) << 1 == as_$I(($F)(INFINITY)) << 1) ? ($F)(1) : power;
     return (x == 1) | (y == 0) ? ($F)(1) : power;
 }
 """
-# In float32, by a logarithm and an exponential in float64.
+# In float32, by a logarithm and an exponential in float64; x is 2^n (1 + f).
 _POWER = """
-static inline float8 pow_parts_float8(float8 x, float8 y) {
-    float8 a = as_float8(as_int8(x) & ~$sign);
-    double8 wide = __builtin_convertvector(a, double8), f, n = log_parts_double8(wide, &f);
-    double8 s = f / (2 + f), z = s * s;
-    double8 l = n + 2.8853900817779268 * (s + s * (z * $atanh));
-    l = wide == 0 ? (double8)(-INFINITY) : wide < INFINITY ? l : wide;
+static inline float8 power_of_parts(float8 n, float8 f, float8 y) {
+    double8 wide = __builtin_convertvector(f, double8), s = wide / (2 + wide), z = s * s;
+    double8 l = __builtin_convertvector(n, double8) + 2.8853900817779268 * (s + s * (z * $atanh));
     double8 p = l * __builtin_convertvector(y, double8);
     p = p < -200 ? (double8)(-200) : p;
     p = p > 200 ? (double8)(200) : p;
@@ -326,9 +343,16 @@ static inline float8 pow_parts_float8(float8 x, float8 y) {
     return __builtin_convertvector(power * as_double8((as_long8(t) + 1023) << 52), float8);
 }
 """
+_FLOAT_POWER = """
+static inline float8 pow_parts_float8(float8 x, float8 y) {
+    float8 f, n = log_parts_float8(as_float8(as_int8(x) & ~$sign), &f);
+    return power_of_parts(n, f, y);
+}
+"""
 _TWICE_POWER = """
 static inline float16 pow_parts_float16(float16 x, float16 y) {
-    return (float16)(pow_parts_float8(x.lo, y.lo), pow_parts_float8(x.hi, y.hi));
+    float16 f, n = log_parts_float16(as_float16(as_int16(x) & ~$sign), &f);
+    return (float16)(power_of_parts(n.lo, f.lo, y.lo), power_of_parts(n.hi, f.hi, y.hi));
 }
 """
 # In float64 with twice the digits, as in fdlibm: a product of high parts is exact, and the low parts follow.
@@ -348,10 +372,8 @@ static inline double8 pow_parts_double8(double8 x, double8 y) {
     double8 log_high = high_part((l + l_low) + n), log_low = l_low - ((log_high - n) - l);
     double8 y_high = high_part(y);
     double8 p = y_high * log_high, p_low = (y - y_high) * log_high + y * log_low;
-    double8 end = a == 0 ? (double8)(-INFINITY) : a < INFINITY ? log_high : a;
-    long8 is_end = (a == 0) | ~(a < INFINITY) | ~(fabs(y) < INFINITY);
-    long8 many = is_end | ~(fabs(p + p_low) < 1100);
-    p = is_end ? y * end : p;
+    long8 is_end = ~(fabs(y) < INFINITY), many = is_end | ~(fabs(p + p_low) < 1100);
+    p = is_end ? y * log_high : p;
     p_low = many ? (double8)(0) : p_low;
     p = p < -1100 ? (double8)(-1100) : p;
     p = p > 1100 ? (double8)(1100) : p;
@@ -411,7 +433,7 @@ static inline $F truncated_rest_$F($F x, $F y) {
     $I sign = as_$I(x) & $sign, large;
     $F a = as_$F(as_$I(x) ^ sign), b = as_$F(as_$I(y) & ~$sign), r = division_rest_$F(a, b, &large);
     r = as_$F(as_$I(a < b ? a : r) | sign);
-    if (any(large))
+    if (ANY_$F(large))
         for (int lane = 0; lane < $width; lane++)
             if (large[lane]) r[lane] = fmod(x[lane], y[lane]);
     return r;
@@ -431,6 +453,7 @@ static inline $F floor_divide_$F($F x, $F y) {
 }
 """
 _TEMPLATES = {
+    "any": _ANY,
     "rest": _FLOAT_REST,
     "twice_rest": _TWICE_REST,
     "wide_rest": _WIDE_REST,
@@ -450,6 +473,7 @@ _TEMPLATES = {
     "inverse_angles": _INVERSE_ANGLES,
     "power_ends": _POWER_ENDS,
     "power": _POWER,
+    "float_power": _FLOAT_POWER,
     "twice_power": _TWICE_POWER,
     "wide_power": _WIDE_POWER,
     "pow": _POW,
@@ -474,21 +498,21 @@ _FAMILIES: Mapping[str, Mapping[str, str]] = {
         "double8": "log_rest log_parts logarithms",
     },
     "sin cos tan": {
-        "float8": "quarters angles",
-        "float16": "quarters.float8 twice_quarters angles",
-        "double8": "wide_quarters angles",
+        "float8": "any.float8 quarters angles",
+        "float16": "any.float8 quarters.float8 twice_quarters angles",
+        "double8": "any.float8 wide_quarters angles",
     },
     "asin acos atan atan2": dict.fromkeys(_TYPES, "inverse_angles"),
     "pow": {
-        "float8": "power_ends log_parts.double8 power pow",
-        "float16": "power_ends log_parts.double8 power.float8 twice_power pow",
+        "float8": "power_ends log_parts power float_power pow",
+        "float16": "power_ends log_parts power.float8 twice_power pow",
         "double8": "power_ends log_parts wide_power pow",
     },
     "hypot": {"double8": "hypot"},
     "remainder floor_divide": {
-        "float8": "rest divisions",
-        "float16": "rest.float8 twice_rest divisions",
-        "double8": "wide_rest divisions",
+        "float8": "any.float8 rest divisions",
+        "float16": "any.float8 rest.float8 twice_rest divisions",
+        "double8": "any.float8 wide_rest divisions",
     },
     "erf": {"float8": "quick error_function", "float16": "quick error_function"},
 }
