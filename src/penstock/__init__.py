@@ -23,6 +23,7 @@ from penstock.runtime import Device
 from penstock.runtime import measure_link_with as _measure_link_with
 from penstock.stream.future import Future, FutureState
 from penstock.tensor import fft, linalg, random
+from penstock.tensor import infix as _infix  # noqa: F401 - which gives operators to tensors
 from penstock.tensor.autograd import checkpoint, grad, value_and_grad
 from penstock.tensor.core import Tensor
 from penstock.tensor.creation import asarray, from_dlpack, meshgrid

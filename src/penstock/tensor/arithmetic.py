@@ -1,4 +1,4 @@
-"""The elementwise functions of the array API standard, and the operators of tensors."""
+"""The elementwise functions of the array API standard."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ from penstock.tensor import core, dtypes
 from penstock.tensor.arguments import of_tensor
 from penstock.tensor.broadcasting import broadcast, common_shape
 from penstock.tensor.composite import composite
-from penstock.tensor.core import Tensor, install, record, scalar
+from penstock.tensor.core import Tensor, record, scalar
 from penstock.tensor.examples import with_example
 from penstock.tensor.operands import (
     FITS,
-    OPERANDS,
     alike,
     as_number,
-    constant,
     device_of,
     number_in,
     operand,
@@ -111,8 +109,8 @@ __all__ = [
 # The kinds of dtypes that a function takes, as NumPy's letters.
 _BOOL, _INTEGER, _REAL, _NUMBER, _ANY = "b", "iu", "iuf", "iufc", "biufc"
 _FLOATING = "fc"
-_Record = Callable[[Any, Any], Tensor]
-_records: dict[str, tuple[_Record, _Record]] = {}  # by name, the parts of functions of two operands
+Record = Callable[[Any, Any], Tensor]
+records: dict[str, tuple[Record, Record]] = {}  # by name, the parts of functions of two operands
 
 
 def _check(name: str, kinds: str, *tensors: Tensor) -> None:
@@ -159,7 +157,7 @@ def _binary(
     return _of_two(name, *_recording(name, apply, kinds), doc)
 
 
-def _of_two(name: str, general: _Record, new: _Record, doc: str) -> _Record:
+def _of_two(name: str, general: Record, new: Record, doc: str) -> Record:
     """A function of two operands: what `general` recorded before, for other values, or what `new` records."""
 
     def function(x1: Any, x2: Any, /) -> Tensor:
@@ -169,11 +167,11 @@ def _of_two(name: str, general: _Record, new: _Record, doc: str) -> _Record:
 
     function.__name__ = function.__qualname__ = name
     function.__doc__ = with_example(name, doc)
-    _records[name] = general, new
+    records[name] = general, new
     return function
 
 
-def _recording(name: str, apply: Callable[[Node, Node], Node], kinds: str) -> tuple[_Record, _Record]:
+def _recording(name: str, apply: Callable[[Node, Node], Node], kinds: str) -> tuple[Record, Record]:
     """What records a primitive of any operands, and the same with short ways."""
 
     def general(x1: Any, x2: Any) -> Tensor:
@@ -210,7 +208,7 @@ def _recording(name: str, apply: Callable[[Node, Node], Node], kinds: str) -> tu
     return general, new
 
 
-def _or_product(power: _Record) -> _Record:
+def or_product(power: Record) -> Record:
     """A power, but of some exponents by products, quotients and roots: in a fraction of the time."""
 
     @wraps(power)
@@ -372,8 +370,8 @@ _POWERS: dict[float, Callable[[Tensor], Tensor]] = {
     -1: reciprocal,
     -2: lambda x: square(reciprocal(x)),
 }
-_power = _binary("pow", elementwise.pow_, _NUMBER, "x1 to the power of x2.")
-pow = _or_product(_power)
+power = _binary("pow", elementwise.pow_, _NUMBER, "x1 to the power of x2.")
+pow = or_product(power)
 remainder = _binary("remainder", elementwise.remainder, _REAL, "x1 - x2 * floor_divide(x1, x2).")
 subtract = _binary("subtract", elementwise.subtract, _NUMBER, "The difference.")
 
@@ -457,72 +455,3 @@ def _is_beyond(limit: Any, dtype: DType, above: bool) -> bool:
     except OverflowError:
         return True
     return False
-
-
-_OPERATORS = {
-    "add": add,
-    "sub": subtract,
-    "mul": multiply,
-    "truediv": divide,
-    "floordiv": floor_divide,
-    "mod": remainder,
-    "pow": pow,
-    "and": bitwise_and,
-    "or": bitwise_or,
-    "xor": bitwise_xor,
-    "lshift": bitwise_left_shift,
-    "rshift": bitwise_right_shift,
-    "eq": equal,
-    "ne": not_equal,
-    "lt": less,
-    "le": less_equal,
-    "gt": greater,
-    "ge": greater_equal,
-}
-
-
-def _operator(function: Callable[[Any, Any], Tensor], swapped: bool = False) -> Callable[[Tensor, Any], Any]:
-    general, new = _records[function.__name__]
-
-    def operate(self: Tensor, other: Any) -> Any:
-        node, repeated = self._actual_node, None
-        if type(other) is not Tensor:
-            if not isinstance(other, OPERANDS):
-                return NotImplemented
-            if isinstance(other, np.generic):
-                other = as_number(other)
-            elif type(other) is np.ndarray and not core._captures:  # else it is noted first what is read
-                other = constant(other, self.device)
-        x1, x2 = (other, self) if swapped else (self, other)
-        if node.value is not None or node.like is not None:
-            again_of = again if isinstance(other, Tensor) else again_with_number
-            repeated = again_of(general, x1, x2)
-        return new(x1, x2) if repeated is None else repeated
-
-    return operate
-
-
-def _in_place(function: Callable[[Any, Any], Tensor]) -> Callable[[Tensor, Any], Any]:
-    def operate(self: Tensor, other: Any) -> Any:
-        if not isinstance(other, OPERANDS):
-            return NotImplemented
-        self._rebind(function(self, other))
-        return self
-
-    return operate
-
-
-for _name, _function in _OPERATORS.items():
-    install(f"__{_name}__", _operator(_function))
-    if _name not in ("eq", "ne", "lt", "le", "gt", "ge"):
-        install(f"__r{_name}__", _operator(_function, swapped=True))
-        install(f"__i{_name}__", _in_place(_function))
-install("__pow__", _or_product(_operator(_power)))
-for _name, _unary_function in {
-    "neg": negative,
-    "pos": positive,
-    "abs": abs,
-    "invert": bitwise_invert,
-}.items():
-    install(f"__{_name}__", _unary_function)
-install("__hash__", object.__hash__)

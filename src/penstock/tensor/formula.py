@@ -25,11 +25,7 @@ from penstock.tensor.dtypes import bool_
 
 Function = Callable[..., Any]
 
-_ELEMENTWISE: dict[str, Function] = {
-    name: function
-    for name, function in vars(arithmetic).items()
-    if inspect.isfunction(function) and function.__module__ == arithmetic.__name__ and name[0] != "_"
-}
+_ELEMENTWISE: dict[str, Function] = {name: getattr(arithmetic, name) for name in arithmetic.__all__}
 _REDUCTIONS = ("sum", "prod", "max", "min", "mean", "var", "std", "all", "any")
 _CONSTANTS = {"pi": math.pi, "e": math.e, "inf": math.inf, "nan": math.nan}
 _OPERATORS: dict[type[ast.operator], str] = {
