@@ -221,6 +221,21 @@ def test_old_values_that_somebody_holds_count(device: Device, monkeypatch: pytes
         np.testing.assert_array_equal(tensor.numpy(), value)
 
 
+def test_what_a_refusal_names_does(device: Device) -> None:
+    """Also where a capture has flags of its own on the device, as for tokens out of range."""
+    session = Session(device, "gpt")
+    step, x = session.jitted["step"], session.batch(0)
+    with ps.memory.budget(limit := ps.memory.plan(step, x).smallest_bytes + 1024):
+        step(x).item()
+    held = ps.zeros(1 << 16, device=device).realize()
+    with ps.memory.budget(limit):
+        smallest = refusal(lambda: step(x))
+    if smallest is not None:
+        with ps.memory.budget(smallest):
+            step(x)
+    del held
+
+
 # All of it
 
 

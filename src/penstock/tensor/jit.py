@@ -19,7 +19,7 @@ import numpy as np
 
 from penstock.collectives.world import patient
 from penstock.config import parse_bytes
-from penstock.errors import CaptureError
+from penstock.errors import CaptureError, OutOfDeviceMemory
 from penstock.lru import LRU
 from penstock.memory.budgeting import budget
 from penstock.tensor.capture import capture
@@ -111,9 +111,16 @@ class _Jitted:
                 if captured is None:
                     captured = self._capture(args, kwargs, tensors)
                     self._remember(key, captured)
-        if captured.device.stream.recorders:
-            return captured.recorded_replay(tensors, start)
-        return captured.replay(tensors)
+        try:
+            if captured.device.stream.recorders:
+                return captured.recorded_replay(tensors, start)
+            return captured.replay(tensors)
+        except OutOfDeviceMemory:
+            if captured.build is not None:  # under a larger limit it is captured again, beside this
+                self._captured[key] = tuple(
+                    known for known in self._captured.get(key, ()) if known is not captured
+                )
+            raise
 
     def repeated(self, *args: Any) -> Repeated | None:
         """The call with these arguments that was just made, to be repeated; None if that saves nothing."""

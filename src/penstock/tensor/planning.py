@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from penstock.graph.node import Node
@@ -30,14 +30,10 @@ class LastResults:
     """The results of the last call of a function, as long as somebody holds them."""
 
     def __init__(self) -> None:
-        self._buffers: list[weakref.ref[Buffer]] = []
-
-    def note(self, buffers: Iterable[Buffer]) -> None:
-        """Note those of another call."""
-        self._buffers = list(map(weakref.ref, buffers))
+        self.buffers: list[weakref.ref[Buffer]] = []  # set by each replay, for which a method takes long
 
     def nbytes(self, device: Device) -> int:
         """What they take on a device."""
-        live = {buffer for reference in self._buffers if (buffer := reference()) is not None}
+        live = {buffer for reference in self.buffers if (buffer := reference()) is not None}
         own = [buffer for buffer in live if device.holds(buffer) and buffer.whole is buffer]
         return sum(buffer.memory.nbytes for buffer in own if not buffer.memory.pinned)

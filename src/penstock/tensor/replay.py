@@ -367,7 +367,7 @@ class Captured:
         results = [self._result(at, buffers[at], read) for at in range(self.results)]
         outcome = Outcome(replaced(self.result, iter(results)))
         if self._computed:
-            self.last.note([buffers[at] for at in self._computed])
+            self.last.buffers = [weakref.ref(buffers[at]) for at in self._computed]
         if not self._careful:
             return outcome
         end = self.results + len(self.changes.values)
