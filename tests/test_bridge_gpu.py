@@ -104,8 +104,15 @@ DTYPES = ["float32", "bfloat16", "float16"]
 
 
 @pytest.mark.slow("(300, 130)", "(5, 7)", "sort", "float16")
-@pytest.mark.parametrize("shape", [(300, 130), (5, 7), (41, 204)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        *(("float32", shape) for shape in ((300, 130), (5, 7), (41, 204))),
+        *(("bfloat16", shape) for shape in ((5, 7), (41, 204))),
+        ("float16", (41, 204)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_single_operations_give_the_bits_of_a_fused_kernel(
     gpu: Device, name: str, dtype: str, shape: tuple[int, int]
@@ -153,7 +160,7 @@ def test_random_graphs_have_the_same_bits(
 ) -> None:
     monkeypatch.setattr(test_random_graphs, "FLOATS", floats)
     checked = 0
-    for seed in range(first, first + examples(20, quick=4)):
+    for seed in range(first, first + examples(10, quick=3)):
         _, wanted = grown(seed, 30, 0, lambda array: leaf(gpu.upload(array), array.shape, array.dtype))
         try:
             results = both(gpu, wanted)

@@ -595,10 +595,9 @@ def test_a_parameter_that_is_its_own_gradient() -> None:
 def test_a_gradient_on_another_device_is_refused() -> None:
     device, elsewhere = (Device.over(HostDriver()) for _ in range(2))
     a = ps.ones(3, device=device).requires_grad_()
-    a.grad = ps.ones(3, device=elsewhere)
     with pytest.raises(ValueError, match="to_device"):
-        optim.SGD([a], lr=1.0).step()
-    assert a.numpy().tolist() == [1, 1, 1]
+        a.grad = ps.ones(3, device=elsewhere)
+    assert a.grad is None
 
 
 def test_settings_as_lists() -> None:

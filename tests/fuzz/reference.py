@@ -197,6 +197,11 @@ class Reference:
         a = wide(known(x)).astype(np.float64)
         return off(np.vectorize(math.erf, otypes=[np.float64])(a), x.array.dtype, 8)
 
+    def erfc(self, x: Value) -> Value:
+        """The exponential loses as many digits as its argument, minus a square, has before the point."""
+        a = wide(known(x)).astype(np.float64)
+        return off(np.vectorize(math.erfc, otypes=[np.float64])(a), x.array.dtype, 512)
+
     def astype(self, x: Value, dtype: np.dtype[Any]) -> Value:
         if x.array.dtype == dtype:
             return x

@@ -33,7 +33,7 @@ ONE = {
     "iufc": "abs conj negative positive real sign square isfinite isinf isnan",
     "iuf": "ceil floor round trunc",
     "f": "signbit exp expm1 log log1p log2 log10 sqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh "
-    "atanh reciprocal erf",
+    "atanh reciprocal erf erfc",
     "c": "imag",
     "biu ": "exp log sin sqrt tanh",  # which make float32 of them
 }

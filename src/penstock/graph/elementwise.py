@@ -259,7 +259,8 @@ def _erf(x: Node) -> Node:
         t = minimum(z, like(x, 4))
         far = subtract(one, exp(subtract(multiply(t, _polynomial(t, _ERF_FAR)), t)))
         limit = 0.927734375
-    return where(less(like(x, limit), z), copysign(far, x), near)
+    far = where(less(x, like(x, 0)), negative(far), far)
+    return where(greater(z, like(x, limit)), far, near)
 
 
 def _erfc(x: Node) -> Node:
