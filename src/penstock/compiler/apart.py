@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from penstock.compiler.as_fused import AsFused, depends_on_fusion, has_halves, scattered_operands
+from penstock.compiler.as_fused import AsFused, depends_on_fusion, has_half_precision, scattered_operands
 from penstock.compiler.compilation import Compilation
 from penstock.compiler.passes import fused_groups
 from penstock.compiler.target import Target
@@ -45,7 +45,7 @@ def keep_apart(state: Compilation, target: Target) -> Compilation:
         node for group in by_library for node in group.outputs if not node.primitive.multiplies_matrices
     }
     wanted, orders, constants = state.wanted, _fused_sums(groups, target), dict[Node, Node]()
-    if has_halves(topological(wanted)):
+    if has_half_precision(topological(wanted)):
         values = AsFused(groups, target.capabilities)
         wanted, biased = [*map(values.stored, wanted)], {*map(values.stored, biased)}
         orders = {made: orders[node] for made, node in values.reductions.items() if node in orders}

@@ -33,10 +33,10 @@ _QUICK = tuple(PRIMITIVES[name] for name in QUICK)
 def depends_on_fusion(wanted: Iterable[Node]) -> bool:
     """Whether a graph has float16 or bfloat16, or products of matrices that lie unevenly in memory."""
     nodes = topological(wanted)
-    return has_halves(nodes) or bool(scattered_operands(nodes))
+    return has_half_precision(nodes) or bool(scattered_operands(nodes))
 
 
-def has_halves(nodes: Iterable[Node]) -> bool:
+def has_half_precision(nodes: Iterable[Node]) -> bool:
     """Whether some nodes are float16 or bfloat16."""
     return any(map(_is_half, nodes))
 
@@ -116,7 +116,7 @@ class AsFused:
             return self._copied(wide) if is_view and wide is operand and not self._gpu else wide
 
         if node.primitive is not MATMUL:
-            if has_halves((node, *node.inputs)):
+            if has_half_precision((node, *node.inputs)):
                 raise NotSeparable(f"{node} reads 16-bit floats in a way of its own")
             return self._on(node, inputs)
         key = node, tuple(map(matrix, inputs)), False

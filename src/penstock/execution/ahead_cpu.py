@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-from penstock.execution.ahead_operations import array, halves, moves, sorts
+from penstock.execution.ahead_operations import array, half_precision, moves, sorts
 from penstock.graph.contraction import matmul
 from penstock.graph.convolution import padded
 from penstock.graph.dtypes import bool_, float32, uint64
@@ -100,7 +100,7 @@ def cpu_operations() -> Iterator[Sequence[Node]]:
     yield [node for sizes in product(*_SQUARES) for node in squares(*sizes)]
     for first, second in _CUBES:
         yield from zip(moves(*first), moves(*second), strict=True)
-        yield from zip(halves(*first[1:]), halves(*second[1:]), strict=True)
+        yield from zip(half_precision(*first[1:]), half_precision(*second[1:]), strict=True)
         yield [erf(array(shape[1:])) for shape in (first, second)]
     yield [node for first, second in product(*_CONVOLVED) for node in _convolved(*first, *second)]
     for several in _IMAGES:

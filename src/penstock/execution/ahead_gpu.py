@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 
-from penstock.execution.ahead_operations import array, halves, moves, sorts
+from penstock.execution.ahead_operations import array, half_precision, moves, sorts
 from penstock.graph.contraction import matmul
 from penstock.graph.dtypes import bool_, float32, int64, uint64
 from penstock.graph.elementwise import PRIMITIVES, like
@@ -45,7 +45,7 @@ LIST = _NEIGHBOURS, _MANY_THREADS, _FEW_THREADS, _PARTS, _INNER, _SORTED, 3
 def gpu_operations() -> Iterator[Sequence[Node]]:
     """Operations, those together whose kernels differ in sizes only."""
     yield from zip(moves(11, 13, 17), moves(19, 23, 29), strict=True)
-    yield from zip(halves(11, 13), halves(19, 23), strict=True)
+    yield from zip(half_precision(11, 13), half_precision(19, 23), strict=True)
     yield from zip(_quick(11, 13), _quick(19, 23), strict=True)
     yield from _sums_of_rows()
     yield from _sums_of_columns()

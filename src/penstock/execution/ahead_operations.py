@@ -105,7 +105,7 @@ def moves(blocks: int, rows: int, columns: int) -> Iterator[Node]:
     yield concat([array((columns,)), array((rows,))], 0)
 
 
-def halves(rows: int, columns: int) -> Iterator[Node]:
+def half_precision(rows: int, columns: int) -> Iterator[Node]:
     """What 16-bit floats need beside the operations of float32."""
     for dtype in HALF_PRECISION:
         for shape in ((rows, columns), ()):
