@@ -110,22 +110,24 @@ class Accountable(Protocol):
         ...
 
 
-_opened: weakref.WeakSet[Accountable] = weakref.WeakSet()
+# By their ids: a WeakSet may change while a thread iterates, when another has just ended its iteration.
+_opened: weakref.WeakValueDictionary[int, Accountable] = weakref.WeakValueDictionary()
 
 
 def register(device: Accountable) -> None:
     """Add an opened device to the account; it is removed when it is garbage-collected."""
-    _opened.add(device)
+    _opened[id(device)] = device
 
 
 def unregister(device: Accountable) -> None:
     """Remove a device from the account."""
-    _opened.discard(device)
+    _opened.pop(id(device), None)
 
 
 def opened_devices() -> list[Accountable]:
     """The devices in the account, by name."""
-    return sorted(_opened, key=lambda device: device.name)
+    known = [device for reference in _opened.valuerefs() if (device := reference()) is not None]
+    return sorted(known, key=lambda device: device.name)
 
 
 def stats() -> MemoryStats:
@@ -134,7 +136,7 @@ def stats() -> MemoryStats:
     >>> "host" in ps.memory.stats().devices
     True
     """
-    devices = list(_opened)
+    devices = opened_devices()
     return MemoryStats(
         devices={device.name: device.memory_stats() for device in devices},
         resident_bytes=psutil.Process().memory_info().rss,
@@ -148,4 +150,4 @@ def trim() -> int:
     >>> ps.memory.trim() >= 0
     True
     """
-    return sum(device.trim() for device in list(_opened))
+    return sum(device.trim() for device in opened_devices())
