@@ -181,9 +181,9 @@ def test_gradients_of_separate_inputs_are_one_group() -> None:
     forward, backward = grouped(*nodes)
     assert [node.attributes["part"] for node in backward.outputs] == ["query", "key", "value"]
     assert forward.inputs == tuple(sides)
-    lone = attention_kernels(backward)
-    assert len(lone.launches) == 2
-    assert lone.scratch == (2 * 3 * 10 * 8,)
+    lowering = attention_kernels(backward)
+    assert len(lowering.launches) == 2
+    assert lowering.scratch == (2 * 3 * 10 * 8,)
 
 
 def test_what_is_not_wanted_goes_to_scratch() -> None:

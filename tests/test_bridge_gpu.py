@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import test_random_graphs
 from conftest import DRIVERS, WEBGPU_KINDS, examples, opencl_threads, pause_of_others, until
+from test_as_fused import check_constants
 from test_bridge import USUAL, Arrays, check_that_the_list_waits
 from test_cuda_sources import Imagined
 from test_random_graphs import grown
@@ -173,19 +174,7 @@ def test_random_graphs_have_the_same_bits(
 
 
 def test_constants_of_16_bits_keep_their_places(gpu: Device) -> None:
-    """Those of another expression, which the same program computes: of each dtype there are others."""
-    x = ps.asarray(values(20, 30), device=gpu)
-    half = x.astype(ps.bfloat16).realize()
-
-    def structure(number: float, other: float) -> Structure:
-        return Structure([((half * number).astype(ps.float32) + x * other)._node], gpu.capabilities)
-
-    first, second, own = structure(2.5, 2.5), structure(3.3, 0.1), executables(gpu)
-    assert first.key == second.key
-    program = Executable(own._separate(first), gpu, own.kernels)
-    (buffer,) = program.run([node.value for node in first.inputs], second.constants())
-    expected = ps.jit(lambda half, x: (half * 3.3).astype(ps.float32) + x * 0.1)(half, x).numpy()
-    np.testing.assert_array_equal(gpu.download(buffer, x.dtype, x.shape).wait(), expected)
+    check_constants(gpu, "bfloat16")
 
 
 @pytest.mark.parametrize("name", ["softmax", "std", "gelu"])

@@ -260,11 +260,12 @@ def test_samples_of_different_lengths(lengths: list[int], multiple: int, width: 
 
 
 def test_images_of_more_than_8_bits_are_not_cut_off(tmp_path: Path) -> None:
-    image = pytest.importorskip("PIL.Image")
+    from PIL import Image
+
     (tmp_path / "class").mkdir()
     pixels = np.array([[0, 257 * 100], [257 * 200, 65535]], np.uint16)
-    image.fromarray(pixels).save(tmp_path / "class" / "a.png")
-    image.fromarray(pixels.astype(np.float32)).save(tmp_path / "class" / "b.tiff")
+    Image.fromarray(pixels).save(tmp_path / "class" / "a.png")
+    Image.fromarray(pixels.astype(np.float32)).save(tmp_path / "class" / "b.tiff")
     folder = ImageFolder(tmp_path)
     np.testing.assert_allclose(folder[0][0], np.stack([pixels / 65535] * 3), rtol=1e-6)
     with pytest.raises(DataError, match=r"b.tiff have no known range \(mode F\); give a transform"):
