@@ -39,7 +39,7 @@ LAYERS = [
     "drivers",
     "cache collectives",
     "files config terminal",
-    "callsite errors formatting interrupts lru printable",
+    "callsite errors formatting interrupts living lru printable",
 ]
 LEVELS = {part: level for level, parts in enumerate(reversed(LAYERS)) for part in parts.split()}
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from penstock.config import Settings, parse_bytes
 from penstock.drivers.driver import Capabilities, Driver, Kernel, Source
 from penstock.errors import OutOfDeviceMemory
+from penstock.living import Living
 from penstock.lru import LRU
 from penstock.memory.buffer import Buffer, new_buffer
 from penstock.memory.ledger import DeviceMemory, register, unregister
@@ -35,7 +36,7 @@ _MUCH_IDLE = 64 << 20  # bytes that are worth a wait to give back
 
 T = TypeVar("T")
 W = TypeVar("W")
-in_use: weakref.WeakSet[Device] = weakref.WeakSet()  # opened devices, for exit and forks
+in_use: Living[Device] = Living()  # opened devices, for exit and forks
 when_opened: list[Callable[[Device], None]] = []  # called with every device when it is opened
 
 
@@ -66,7 +67,7 @@ class Device:
         # Pending nodes of parameters that were changed in place; the next run computes them too.
         self.updated: dict[int, weakref.ref[Any]] = {}
         self.dispatcher: Any = None  # of `auto`: places programs on several devices
-        self.state_owners: weakref.WeakSet[StateOwner] = weakref.WeakSet()  # whose state may move to the host
+        self.state_owners = Living[StateOwner]()  # whose state may move to the host
         self.replaying = False  # whether a program is about to use state where it lies
         self._lock = threading.RLock()
         self._opened: Layers | None = None

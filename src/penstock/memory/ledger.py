@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from typing import Protocol
 
 import psutil
 
 from penstock.formatting import format_bytes
+from penstock.living import Living
 from penstock.memory.pool import PoolStatistics
 from penstock.memory.trace import Block
 
@@ -110,24 +110,22 @@ class Accountable(Protocol):
         ...
 
 
-# By their ids: a WeakSet may change while a thread iterates, when another has just ended its iteration.
-_opened: weakref.WeakValueDictionary[int, Accountable] = weakref.WeakValueDictionary()
+_opened = Living[Accountable]()
 
 
 def register(device: Accountable) -> None:
     """Add an opened device to the account; it is removed when it is garbage-collected."""
-    _opened[id(device)] = device
+    _opened.add(device)
 
 
 def unregister(device: Accountable) -> None:
     """Remove a device from the account."""
-    _opened.pop(id(device), None)
+    _opened.discard(device)
 
 
 def opened_devices() -> list[Accountable]:
     """The devices in the account, by name."""
-    known = [device for reference in _opened.valuerefs() if (device := reference()) is not None]
-    return sorted(known, key=lambda device: device.name)
+    return sorted(_opened, key=lambda device: device.name)
 
 
 def stats() -> MemoryStats:
