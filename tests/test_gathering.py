@@ -14,7 +14,8 @@ from conftest import DRIVERS, surface
 import penstock as ps
 from penstock import Device, nn, optim
 from penstock.config import Settings
-from penstock.tensor.gathering import gather, gathered, reading
+from penstock.tensor.core import Tensor
+from penstock.tensor.gathering import Reused, gather, gathered, reading
 
 pytestmark = surface
 
@@ -53,6 +54,68 @@ def same(tensors: list[ps.Tensor], expected: list[np.ndarray]) -> None:
     for result, array in zip(reading(tensors)(), expected, strict=True):
         np.testing.assert_array_equal(result, array)
         assert result.dtype == array.dtype
+
+
+# Values whose memory others have in between
+
+
+SIZES = [((3, 70), "float32"), ((5,), "int32"), ((64, 2), "float16")]
+
+
+def taken(reused: Reused, device: Device, value: int) -> list[ps.Tensor]:
+    """Values that were taken, as tensors that have another value in their memory."""
+    tensors = [Tensor(node, device) for node in reused.take()]
+    for tensor in tensors:
+        array = np.full(tensor.shape, value, tensor.dtype.numpy)
+        device.upload(array, into=tensor._node.value)
+    return tensors
+
+
+@pytest.fixture
+def reused(device: Device) -> Reused:
+    return Reused([shape for shape, _ in SIZES], [getattr(ps, dtype) for _, dtype in SIZES], device)
+
+
+def test_values_that_were_given_back_are_taken_again(device: Device, reused: Reused) -> None:
+    tensors = taken(reused, device, 1)
+    nodes = [tensor._node for tensor in tensors]
+    same(tensors, [np.full(shape, 1, dtype) for shape, dtype in SIZES])
+    held = device.memory_stats().live_bytes
+    del tensors
+    reused.give_back(nodes)
+    assert device.memory_stats().live_bytes < held
+    places = [node.value.place for node in nodes]
+    again = taken(reused, device, 2)
+    assert [tensor._node.value.place for tensor in again] == places
+    assert [tensor._node for tensor in again] == nodes, "programs that had them find nothing changed"
+    assert device.memory_stats().live_bytes == held
+    same(again, [np.full(shape, 2, dtype) for shape, dtype in SIZES])
+    del again, nodes
+    gc.collect()
+    assert device.memory_stats().live_bytes < held, "their memory is freed once"
+
+
+def test_memory_that_another_has_meanwhile_is_not_taken(device: Device, reused: Reused) -> None:
+    tensors = taken(reused, device, 1)
+    nbytes = tensors[0]._node.value.whole.nbytes
+    nodes = [tensor._node for tensor in tensors]
+    place = nodes[0].value.place
+    del tensors
+    reused.give_back(nodes)
+    del nodes
+    other = device.upload(np.full(nbytes, 7, np.uint8))
+    again = taken(reused, device, 2)
+    assert place != again[0]._node.value.place or other.place != place
+    same(again, [np.full(shape, 2, dtype) for shape, dtype in SIZES])
+    np.testing.assert_array_equal(device.download(other).wait(), np.full(nbytes, 7))
+
+
+def test_values_that_others_replaced_are_not_given_back(device: Device, reused: Reused) -> None:
+    tensors = taken(reused, device, 1)
+    held = device.memory_stats().live_bytes
+    reused.give_back([ps.zeros((2,), device=device)._node, *[tensor._node for tensor in tensors[1:]]])
+    assert device.memory_stats().live_bytes >= held
+    same(tensors, [np.full(shape, 1, dtype) for shape, dtype in SIZES])
 
 
 # Tensors

@@ -101,6 +101,51 @@ def model(request: pytest.FixtureRequest) -> Iterator[LanguageModel]:
     device.close()
 
 
+def test_functions_that_write_the_same_integers_are_repeated_in_turn(device: Device) -> None:
+    count = ps.zeros((2,), dtype=ps.int32, device=device)
+
+    def add(x: ps.Tensor) -> None:
+        nonlocal count
+        count += x
+
+    given = [ps.asarray(np.full(2, value, np.int32), device=device) for value in (1, 10)]
+    functions: list[Any] = [ps.jit(add), ps.jit(add)]
+    for _ in range(2):
+        for function, x in zip(functions, given, strict=True):
+            function(x)
+    again = [function.repeated(x) for function, x in zip(functions, given, strict=True)]
+    assert [each() for _ in range(3) for each in again] == [True] * 6
+    np.testing.assert_array_equal(count.numpy(), [55, 55])
+    count[0] = 0  # another node, in other memory perhaps
+    functions[0](given[0])
+    np.testing.assert_array_equal(count.numpy(), [1, 56])
+
+
+def test_prompts_are_repeated_in_the_memory_of_those_before(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [[1, 2, 3], [9] * 9, [30, 4], [5] * 15]
+    monkeypatch.setattr(Repeated, "of", lambda captured, arguments: None)
+    slow = [model.generate(prompt, 5, temperature=0, stop_tokens=()).ids for prompt in prompts]
+    monkeypatch.undo()
+    repeated: list[int] = []
+    call = Repeated.__call__
+    monkeypatch.setattr(
+        Repeated, "__call__", lambda self: repeated.append(self._arguments[0].ndim) or call(self)
+    )
+    kept: list[Any] = []
+    for turn in range(3):
+        fast = [model.generate(prompt, 5, temperature=0, stop_tokens=()).ids for prompt in prompts]
+        assert fast == slow
+        if turn == 1:  # others have the memory of pages: the programs run on other pages
+            device: Any = model.head_weight.device
+            kept = [device.empty(nbytes) for _, nbytes in device.pool.idle()]
+    del kept
+    device = model.head_weight.device
+    if not device.capabilities.shared_memory:
+        assert repeated.count(2) >= 8, "steps of prompts"
+
+
 def test_steps_are_repeated_until_a_sequence_needs_a_page(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +162,7 @@ def test_steps_are_repeated_until_a_sequence_needs_a_page(
     assert all(repeated)
     assert len(repeated) > 28
     monkeypatch.setattr(Repeated, "of", lambda captured, arguments: None)
+    vars(model)["_decoders"] = None  # which knows the last steps
     repeated.clear()
     slow = [each.ids for each in model.generate(prompts, 40, temperature=0, stop_tokens=())]
     assert not repeated

@@ -123,13 +123,25 @@ def test_a_dropped_buffer_is_not_for_an_upload_before_the_device_is_done_with_it
 
 def test_memory_that_an_upload_uses_is_not_for_the_next_kernel() -> None:
     device, _, kernels = watched()
-    out = device.empty(4096)
+    out = device.empty(1 << 17)
     device.stream.launch(kernels["fill"], (1,), (1,), (out, 1, 1))
-    device.upload(np.zeros(1024, np.int32), into=out)  # waits on the device for the kernel, not on the host
+    device.upload(np.zeros(1 << 15, np.int32), into=out)  # waits on the device, not on the host
     address = out.memory
     del out
-    assert device.empty(4096).memory is not address, "the kernel would have to wait for the copy"
+    assert device.empty(1 << 17).memory is not address, "the kernel would have to wait for the copy"
     assert device.stream.waits.count == 0
+
+
+def test_a_short_upload_after_a_kernel_goes_along_with_kernels() -> None:
+    device, driver, kernels = watched()
+    out = device.empty(4096)
+    for value in range(20):
+        device.stream.launch(kernels["fill"], (1,), (1,), (out, value, 1024))
+        device.upload(np.full(1000, -value, np.int32), into=out)
+    flushes = driver.flushes
+    values = device.download(out, np.int32).wait()
+    assert flushes == 0, "no queue waits for another"
+    np.testing.assert_array_equal(values, [-19] * 1000 + [19] * 24)
 
 
 def test_scalars_allocate_nothing(device: Device, kernels: Kernels) -> None:

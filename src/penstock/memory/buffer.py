@@ -107,6 +107,19 @@ class Buffer:
         part.shared, part.hosted = self.shared, self.hosted
         return part
 
+    def lend(self) -> None:
+        """Give the memory back to the pool; this buffer and its parts are not to be used until `regain`."""
+        home, self._home = self._home, None
+        if home is not None:
+            home.release(self.memory)
+
+    def regain(self, other: Buffer) -> bool:
+        """Have the memory of another buffer, which loses it, if that is the memory that was lent."""
+        if other.memory is not self.memory or self._home is not None:
+            return False
+        self._home, other._home = other._home, None
+        return True
+
     def refuse_if_viewed(self, reads_only: bool) -> None:
         """Raise BufferInUse if the host has a view that conflicts with this use."""
         if self.usage.viewers and (self.usage.writer or not reads_only):

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from penstock.graph.dtypes import DType
 from penstock.graph.node import leaf
 from penstock.graph.paged_attention import on_tensor_cores, reads_pages
+from penstock.lru import LRU
 from penstock.models.adjoining import adjoin
 from penstock.models.attending import PagedAttention
 from penstock.models.paging import PAGE, most_pages, pages_of
@@ -32,7 +33,7 @@ from penstock.tensor.assigning import with_rows
 from penstock.tensor.core import Tensor, from_numpy, resolve
 from penstock.tensor.creation import arange, ones, zeros
 from penstock.tensor.dtypes import bool_, float32, int32, uint32
-from penstock.tensor.gathering import empty_gathered
+from penstock.tensor.gathering import Reused
 from penstock.tensor.indexing import looked_up
 from penstock.tensor.manipulation import astype, reshape
 from penstock.tensor.recording import no_grad
@@ -52,6 +53,7 @@ _CONTROL, _SEED = 7, 5  # numbers of each row of a step of prompts, and which of
 # The smallest tables of pages. Those of prompts that continue are small where all of their pages are read;
 # otherwise, a wide table costs nothing but its own memory. Larger tables are powers of 4 of these.
 _TIGHT, _WIDE = 4, 128
+_MOST_PROMPTED = 16  # programs of prompts whose last run may be repeated
 _COVERED = 512  # pages of a sequence up to which an engine has programs from the beginning
 
 
@@ -73,6 +75,14 @@ class _Again(NamedTuple):
     taken: Bucket
     repeated: Repeated
     paged: bool = False  # whether a sequence has got a page since
+
+
+class _Prompted(NamedTuple):
+    """The last run of a program of prompts: what it was given, in memory that the next may replace."""
+
+    given: Tensor
+    numbers: Tensor
+    repeated: Repeated | None
 
 
 class Decoder:
@@ -98,6 +108,8 @@ class Decoder:
         # Whether what steps are given may be replaced where it lies: if the host shared that memory, it would
         # wait for the last step, and `auto` may have moved it.
         self._replaces = not can.shared_memory and self.device.dispatcher is None
+        pages_of_layers = [(2, self.pages, shape.heads, PAGE, shape.head_size) for shape in self._shapes]
+        self._pages = Reused(pages_of_layers, [weight.dtype] * len(self._shapes), self.device)
         self._caches = [self._empty((1,), weight.dtype) for _ in self._shapes]
         self._state = self._empty((slots, 2), int32)  # of each slot: its last token, and the positions before
         # The last tokens of each slot, by their positions modulo `RECENT`, in memory that the host sees where
@@ -111,6 +123,7 @@ class Decoder:
         self.programs = Programs(weakly(self._program), weakly(self._compiling))
         self._see = jitted(self._see_row)
         self._again: _Again | None = None  # the last step, if that was of tokens and may be repeated
+        self._prompted = LRU[Bucket, _Prompted](_MOST_PROMPTED)
         self._known_settings: tuple[list[Sampling], int, Tensor] | None = None  # that steps were given last
         self._last: dict[str, tuple[npt.NDArray[Any], Tensor]] = {}  # what was uploaded last, by name
 
@@ -130,10 +143,8 @@ class Decoder:
 
     def begin(self) -> None:
         """Allocate the pages, of all layers together. Nothing is read of them before it is written."""
-        shapes = [(2, self.pages, shape.heads, PAGE, shape.head_size) for shape in self._shapes]
-        pages = empty_gathered(shapes, [self._dtype] * len(shapes), self.device)
-        for cache, new in zip(self._caches, pages, strict=True):
-            cache._become(new._node)
+        for cache, node in zip(self._caches, self._pages.take(), strict=True):
+            cache._become(node)
         if self._mail._node.value is None:
             mail = np.zeros((self.slots, RECENT), np.int32)
             buffer = self.device.upload(mail, into=self.device.visible(mail.nbytes))
@@ -141,8 +152,10 @@ class Decoder:
 
     def release(self) -> None:
         """Give the memory of the pages back; the programs stay."""
+        pages = [cache._node for cache in self._caches]
         for tensor in (*self._caches, self._seen):
             tensor._become(self._empty((1,), tensor.dtype)._node)
+        self._pages.give_back(pages)
         self._batch = self._again = None
 
     # Steps
@@ -194,8 +207,7 @@ class Decoder:
             table[row] = self._pages_of_slots[sequence.slot, : taken.width]
             complete.append(sequence if ends else None)
             places.append(_place(sequence.slot, start + count))
-        numbers = self._settings_of(sequences, taken.rows)
-        return self._step(complete, places, self._run(program, self._replaced("prompts", given), numbers))
+        return self._step(complete, places, self._take(taken, program, given, sequences))
 
     def tokens(self, sequences: list[TokenSequence]) -> Step:
         """Append the token of the last step to each of these sequences; the next token of each.
@@ -301,16 +313,27 @@ class Decoder:
             last = self._last[name] = (array, from_numpy(array, self.device))
         return last[1]
 
-    def _replaced(self, name: str, array: npt.NDArray[Any]) -> Tensor:
-        """An array on the device, in the place of the last of its shape: so programs find it where it was."""
-        last = self._last.get(name)
-        if not self._replaces or last is None or last[0].shape != array.shape:
-            return self._kept(name, array)
-        made = Tensor(
-            leaf(self.device.upload(array, into=last[1]._node.value), array.shape, int32), self.device
-        )
-        self._last[name] = (array, made)
-        return made
+    def _take(
+        self, taken: Bucket, program: Any, given: npt.NDArray[np.int32], sequences: list[TokenSequence]
+    ) -> Others:
+        """Run a program of prompts: its last run once more, on other ids, if nothing else has changed."""
+        numbers = self._settings_of(sequences, taken.rows)
+        last = self._prompted.use(taken) if self._replaces else None
+        same = last is None or last.numbers is numbers
+        if last is None:
+            tensor = from_numpy(given, self.device)
+        else:
+            self.device.upload(given, into=last.given._node.value)
+            if last.repeated is not None and same:
+                with evaluating():
+                    if last.repeated():
+                        return ()
+            tensor = Tensor(leaf(last.given._node.value, given.shape, int32), self.device)
+        others: Others = self._run(program, tensor, numbers)
+        with no_grad(), evaluating():
+            repeated = program.repeated(tensor, numbers) if self._replaces and same else None
+        self._prompted[taken] = _Prompted(tensor, numbers, repeated)
+        return others
 
     def _run(self, program: Any, *arrays: Any) -> Any:
         given = [array if isinstance(array, Tensor) else from_numpy(array, self.device) for array in arrays]

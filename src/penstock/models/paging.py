@@ -90,14 +90,14 @@ class Pages:
     def take(self, count: int) -> list[int]:
         """Pages for a sequence; there have to be so many."""
         assert count <= self.available
-        pages = []
-        for _ in range(count):
-            if not self._free:
-                page, _ = self._unused.popitem(last=False)
-                del self._known[self._digests.pop(page)]
-                self._free.append(page)
-            pages.append(self._free.pop())
-            self._users[pages[-1]] = 1
+        for _ in range(count - len(self._free)):
+            page, _ = self._unused.popitem(last=False)
+            del self._known[self._digests.pop(page)]
+            self._free.insert(0, page)
+        pages = self._free[: -count - 1 : -1]
+        del self._free[len(self._free) - count :]
+        for page in pages:
+            self._users[page] = 1
         return pages
 
     def give_back(self, pages: Iterable[int]) -> None:

@@ -31,6 +31,7 @@ from penstock.tensor.searching import sort
 
 MOST_TOP = 20  # likeliest tokens whose log-probabilities can be asked for, as in OpenAI's interface
 _ALL = 1 << 30  # top_k of those that have none
+_NUMBERS = (float, type(None), int, Real)  # the usual ones first, as Real is slow to tell
 _COLDEST = 1e-30  # logits divided by a lower temperature would be infinite; it takes the likeliest as well
 
 
@@ -55,7 +56,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
-            if not isinstance(value := getattr(self, name), Real | None):  # as in a damaged file
+            if not isinstance(value := getattr(self, name), _NUMBERS):  # as in a damaged file
                 raise ValueError(f"{name} is a number, and {value!r} was given")
         if not self.temperature >= 0:
             raise ValueError(f"a temperature is 0 or more, and {self.temperature} was given")

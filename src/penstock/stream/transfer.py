@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from penstock.drivers.driver import Bytes, Driver, Event, Queue
 from penstock.errors import DeviceError
-from penstock.memory.buffer import Buffer
+from penstock.memory.buffer import Buffer, Usage
 from penstock.memory.pool import BufferPool
 from penstock.memory.staging import Slot, StagingRing
 from penstock.stream.future import Future
@@ -26,6 +26,8 @@ from penstock.stream.watching import Looking, Watching
 
 # Up to this many bytes, a copy by the host is faster than a command of the device.
 _SMALL = 256 << 10
+# Up to so many, a copy to the device takes less time than queues to wait for each other.
+_ALONG = 64 << 10
 
 
 class Transfers:
@@ -278,9 +280,9 @@ class Transfers:
         copy: Callable[[Slot, Queue, list[Event] | None], Event],
         ordered: bool = True,
     ) -> Slot:
-        queue = self._stream.incoming if verb == "upload" else self._stream.outgoing
+        queue = self._queue(verb, buffer.usage, nbytes)
         ring = self._rings[verb]
-        slot = ring.reserve(nbytes, lambda event: self._stream.wait(event, "staging"))
+        slot = ring.reserve(nbytes, self._wait_for_staging)
 
         def copy_through(queue: Queue, waits: list[Event] | None) -> Event:
             slot.event = copy(slot, queue, waits)
@@ -297,6 +299,20 @@ class Transfers:
                 ring.cancel(slot)
             raise
         return slot
+
+    def _queue(self, verb: str, usage: Usage, nbytes: int) -> CommandQueue:
+        """The queue of a copy through staging memory.
+
+        A short upload that has to follow a kernel goes along with the kernels: no queue waits for another.
+        """
+        if verb != "upload":
+            return self._stream.outgoing
+        follows = nbytes <= _ALONG and usage.batch is not None and usage.batch.queue.runs_kernels
+        return self._stream.compute if follows else self._stream.incoming
+
+    def _wait_for_staging(self, event: Event) -> None:
+        self._stream.compute.submit()  # of which the copy may be a part
+        self._stream.wait(event, "staging")
 
     def _upload_chunk(self, buffer: Buffer, offset: int, chunk: Bytes) -> None:
         def write(slot: Slot, queue: Queue, waits: list[Event] | None) -> Event:

@@ -6,6 +6,7 @@ when a program updates it, moves out. The allocation is freed when its last tens
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from math import prod
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from penstock.errors import OutOfDeviceMemory
 from penstock.execution.hosting import gather_through_host, room, side_by_side
 from penstock.graph.node import DType, Node, Shape, leaf
+from penstock.interrupts import held_back
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 from penstock.tensor.core import Tensor, realize_together
@@ -57,6 +59,43 @@ def empty_gathered(shapes: Sequence[Shape], dtypes: Sequence[DType], device: Dev
         for at, offset in zip(part, offsets, strict=True):
             result.append(Tensor(leaf(allocation.part(offset, sizes[at]), shapes[at], dtypes[at]), device))
     return result
+
+
+class Reused:
+    """Values that hold anything when they are taken, in memory that others have in between.
+
+    If the pool gives the memory of the last time again, they are the same nodes as then. So programs that had
+    them find that nothing has moved.
+    """
+
+    def __init__(self, shapes: Sequence[Shape], dtypes: Sequence[DType], device: Device) -> None:
+        self._shapes, self._dtypes, self._device = shapes, dtypes, device
+        self._taken: list[weakref.ref[Node]] = []
+        self._lent: tuple[list[Buffer], list[Node]] | None = None
+
+    def take(self) -> list[Node]:
+        """The values, which nothing else refers to."""
+        lent, self._lent = self._lent, None
+        if lent is not None:
+            wholes, nodes = lent
+            if all(whole.regain(_new(whole.nbytes, self._device)) for whole in wholes):
+                return nodes
+            del lent, wholes, nodes
+        new = [tensor._node for tensor in empty_gathered(self._shapes, self._dtypes, self._device)]
+        self._taken = list(map(weakref.ref, new))
+        return new
+
+    def give_back(self, nodes: list[Node]) -> None:
+        """Give the memory of these values back, if they are still those that were taken; nobody uses them."""
+        if [taken() for taken in self._taken] != nodes or self._device.dispatcher is not None:
+            return
+        if any(node.value.hosted for node in nodes):
+            return
+        wholes = list({id(node.value.whole): node.value.whole for node in nodes}.values())
+        with held_back:
+            for whole in wholes:
+                whole.lend()
+            self._lent = wholes, nodes
 
 
 def full_gathered(

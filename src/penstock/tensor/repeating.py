@@ -13,7 +13,7 @@ from sys import getrefcount
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import OutOfDeviceMemory
-from penstock.graph.node import leaf
+from penstock.graph.node import Node, leaf
 from penstock.interrupts import held_back
 from penstock.memory.buffer import Buffer
 from penstock.tensor.core import Tensor
@@ -34,10 +34,11 @@ class Repeated:
         self._captured, self._arguments, self._tensors, self._run = captured, list(arguments), tensors, run
         self._seen = [weakref.ref(node) for node in map(_node, tensors)]
         self._places = [tensor._actual_node.value.place for tensor in tensors]
+        self._kinds = [(tensor._actual_node.shape, tensor._actual_node.dtype) for tensor in tensors]
         self._aliasing = captured.aliasing_of(captured.program)
         # Their nodes hold the known range of an index, so that they are new after each run.
         written = self._aliasing.numbers
-        self._integers = [at for at in written if tensors[at]._actual_node.dtype.kind in "iu"]
+        self._integers = {at for at in written if tensors[at]._actual_node.dtype.kind in "iu"}
 
     @classmethod
     def of(cls, captured: Captured, arguments: Sequence[Tensor]) -> Repeated | None:
@@ -73,13 +74,25 @@ class Repeated:
     def _unchanged(self) -> bool:
         """Whether all values lie where they did, and nothing else needs those that are overwritten."""
         nodes = list(map(_node, self._tensors))
-        if nodes != [reference() for reference in self._seen]:
+        if nodes != [reference() for reference in self._seen] and not self._renewed(nodes):
             return False
         values: list[Buffer] = list(map(_value, nodes))
         if list(map(_place, values)) != self._places:
             return False
         # 3 references to a node are those of the tensor, the list and the argument of getrefcount.
         return not any(values[at].shared or getrefcount(nodes[at]) > 3 for at in self._aliasing.numbers)
+
+    def _renewed(self, nodes: Sequence[Node]) -> bool:
+        """Whether all nodes that differ are those of integers that another program wrote, like this one."""
+        for at, (node, reference) in enumerate(zip(nodes, self._seen, strict=True)):
+            if node is not reference():
+                shape, dtype = self._kinds[at]
+                if at not in self._integers or node.shape != shape or node.dtype is not dtype:
+                    return False
+                if not isinstance(node.value, Buffer):
+                    return False
+                self._seen[at] = weakref.ref(node)
+        return True
 
     def _launched(self) -> bool:
         program: Any = self._captured.program

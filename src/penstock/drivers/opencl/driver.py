@@ -17,6 +17,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -349,10 +350,16 @@ class OpenCLDriver(Driver):
 
     def _copy(self, queue: Queue, target: Any, source: Any, waits: Waits, **how: int) -> Event:
         event = self._noted(queue, _checked(cl.enqueue_copy, queue, target, source, wait_for=waits, **how))
-        while self._copies and self.is_done(self._copies[0]):
-            self._copies.popleft()
+        self._release_copies()
         self._copies.append(event)
         return event
+
+    def _release_copies(self) -> None:
+        """Let go of copies that are done, and of the arrays that events keep until they are waited for."""
+        while self._copies and self.is_done(self._copies[0]):
+            with suppress(cl.Error):  # its failure is told by `failures`
+                self._copies[0].wait()
+            self._copies.popleft()
 
     def map(self, memory: Memory, offset: int, nbytes: int, writable: bool) -> Bytes:
         if memory.host is not None:
@@ -399,6 +406,7 @@ class OpenCLDriver(Driver):
                 events[0].wait()  # the event of a copy releases its array by this
             else:
                 cl.wait_for_events(list(events))  # raises if any of the commands has failed
+                self._release_copies()
             return []
         except cl.Error:
             statuses = [event.get_info(_STATUS) for event in events]

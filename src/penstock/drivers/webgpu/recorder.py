@@ -158,8 +158,9 @@ class Recorder:
     def write(self, queue: EncoderQueue, buffer: NativeBuffer, offset: int, source: Bytes) -> None:
         """Write bytes of the host to a buffer."""
         # WebGPU copies the bytes at once into memory of its own, which it holds until the submission is done.
-        # The caller limits the bytes that are submitted, and this method those that are not.
-        if queue.staged + source.nbytes > _MAX_STAGED:
+        # The caller limits the bytes that are submitted, and this method those that are not. What is in the
+        # encoder comes first, although it would run later.
+        if queue.encoder is not None or queue.staged + source.nbytes > _MAX_STAGED:
             self.submit(queue)
         self._native.write(buffer, offset, ffi.from_buffer(source), source.nbytes)
         self._native.raise_errors()
