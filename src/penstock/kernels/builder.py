@@ -207,6 +207,11 @@ class KernelBuilder:
         self._add(ir.ClusterSum(name, memory.name, ir.integer(index), count))
         return ir.Var(name, memory.type)
 
+    def cluster_load(self, name: str, memory: Memory, index: ir.Operand, rank: ir.Operand) -> ir.Var:
+        """An item of the local memory of a workgroup of the cluster."""
+        self._add(ir.ClusterLoad(name, memory.name, ir.integer(index), ir.integer(rank)))
+        return ir.Var(name, memory.type)
+
     # Values
 
     def call(self, operation: str, *inputs: ir.Operand, dtype: str = "") -> ir.Expr:

@@ -340,6 +340,15 @@ class ClusterSum(Statement):
     count: int
 
 
+class ClusterLoad(Statement):
+    """`name` is an item of the local memory of a workgroup of the cluster, the one of a `rank`."""
+
+    name: str
+    array: str
+    index: Expr
+    rank: Expr
+
+
 class WaitForEarlier(Statement):
     """Waits for the launches that a kernel depends on, if it begins before they have ended.
 
