@@ -199,7 +199,7 @@ class KernelBuilder:
         return [ir.Var(name, ir.Type("uint32")) for name in names]
 
     def cluster_barrier(self) -> None:
-        """No thread of the cluster's workgroups continues before all have arrived."""
+        """No thread of the cluster's workgroups continues before all have arrived; see `ClusterBarrier`."""
         self._add(ir.ClusterBarrier())
 
     def cluster_sum(self, name: str, memory: Memory, index: ir.Operand, count: int) -> ir.Var:

@@ -328,7 +328,7 @@ class Barrier(Statement):
 
 
 class ClusterBarrier(Statement):
-    """No thread of the workgroups of a cluster continues before all have arrived."""
+    """No thread of the workgroups of a cluster continues before all have arrived; it orders local memory."""
 
 
 class ClusterSum(Statement):
