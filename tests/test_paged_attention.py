@@ -125,8 +125,9 @@ def test_half_precision(device: Device, dtype: Any, queries: int) -> None:
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("size", [64, 80, 256])
 @pytest.mark.parametrize("queries", [1, 64])
-def test_nvrtc_takes_it(dtype: Any, size: int, queries: int) -> None:
-    capabilities = replace(Imagined(tensor_cores=True).capabilities, max_group_size=1024)
+@pytest.mark.parametrize("clusters", [False, True], ids=["alone", "clusters"])
+def test_nvrtc_takes_it(dtype: Any, size: int, queries: int, clusters: bool) -> None:
+    capabilities = replace(Imagined(tensor_cores=True).capabilities, max_group_size=1024, clusters=clusters)
     query, pages = np.ones((2, queries, 8, size), dtype), np.ones((2, 300, 2, PAGE, size), dtype)
     table, last = np.ones((2, 128), np.int32), np.ones((2, queries), np.int32)
     node = graph.paged_attention(*map(at, (query, pages, table, last)), 0.1, 1500, 5.0)
@@ -138,7 +139,8 @@ def test_nvrtc_takes_it(dtype: Any, size: int, queries: int) -> None:
         return
     lowering = write(groups[0], capabilities, "x")
     assert lowering is not None
-    assert len(lowering.launches) == (2 if queries == 1 else 1), "splits, and what combines them"
+    combined = queries > 1 or (clusters and dtype is not np.float32 and size == 64)
+    assert len(lowering.launches) == (1 if combined else 2), "splits, and what combines them"
     text = whole_text([launch.source for launch in lowering.launches], "cuda")
     assert compile_text(text, "sm_90a").startswith(b"\x7fELF")
 
