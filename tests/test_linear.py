@@ -97,6 +97,7 @@ def imitated(source: KernelSource) -> KernelSource:
         "#define CLUSTER_SUM(array, index, count) ({})".format(
             " + ".join(f"array##_[{rank}][index]" for rank in range(count))
         ),
+        "#define CLUSTER_LOAD(array, index, rank) array##_[rank][index]",
     ]
     for _, name, _ in source.arrays:
         text = text.replace(f"LOCAL float {name}[", f"LOCAL float {name}_[{count}][")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ import penstock as ps
 from penstock import Device
 from penstock.config import Settings
 from penstock.drivers.cuda import compile_text
+from penstock.drivers.driver import Capabilities
 from penstock.drivers.opencl import OpenCLDriver
 from penstock.fusion.groups import partition
 from penstock.graph import paged_attention as graph
@@ -26,7 +27,8 @@ from penstock.graph.decompose import decompose
 from penstock.graph.shaping import reshape, slice_axis
 from penstock.kernels.cache import whole_text
 from penstock.kernels.dialects.opencl import OpenCL
-from penstock.kernels.lower import fusible, write
+from penstock.kernels.lower import Lowering, fusible, write
+from penstock.kernels.source import KernelSource
 from penstock.tensor.attention import paged_attention, paged_step
 
 PAGE = 16
@@ -123,8 +125,9 @@ def test_half_precision(device: Device, dtype: Any, queries: int) -> None:
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("size", [64, 80, 256])
 @pytest.mark.parametrize("queries", [1, 64])
-def test_nvrtc_takes_it(dtype: Any, size: int, queries: int) -> None:
-    capabilities = replace(Imagined(tensor_cores=True).capabilities, max_group_size=1024)
+@pytest.mark.parametrize("clusters", [False, True], ids=["alone", "clusters"])
+def test_nvrtc_takes_it(dtype: Any, size: int, queries: int, clusters: bool) -> None:
+    capabilities = replace(Imagined(tensor_cores=True).capabilities, max_group_size=1024, clusters=clusters)
     query, pages = np.ones((2, queries, 8, size), dtype), np.ones((2, 300, 2, PAGE, size), dtype)
     table, last = np.ones((2, 128), np.int32), np.ones((2, queries), np.int32)
     node = graph.paged_attention(*map(at, (query, pages, table, last)), 0.1, 1500, 5.0)
@@ -136,7 +139,8 @@ def test_nvrtc_takes_it(dtype: Any, size: int, queries: int) -> None:
         return
     lowering = write(groups[0], capabilities, "x")
     assert lowering is not None
-    assert len(lowering.launches) == (2 if queries == 1 else 1), "splits, and what combines them"
+    combined = queries > 1 or (clusters and dtype is not np.float32 and size == 64)
+    assert len(lowering.launches) == (1 if combined else 2), "splits, and what combines them"
     text = whole_text([launch.source for launch in lowering.launches], "cuda")
     assert compile_text(text, "sm_90a").startswith(b"\x7fELF")
 
@@ -162,6 +166,21 @@ PROMPTS = [
 ]
 
 
+FEW_QUERIES = [
+    ((2, 1, 8, 2, 64), 1060, None, None),
+    ((1, 3, 4, 4, 128), 700, 300, 5.0),
+    ((3, 1, 8, 1, 128), 2048, None, None),
+    ((1, 1, 8, 2, 64), 20000, None, None),  # too many positions for a cluster
+]
+
+
+@pytest.mark.parametrize("device", CUDA_KINDS, indirect=True)
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("case", FEW_QUERIES, ids=[f"few{number}" for number in range(len(FEW_QUERIES))])
+def test_few_queries_on_tensor_cores(device: Device, dtype: Any, case: tuple[Any, ...]) -> None:
+    check(device, *case, dtype=dtype)
+
+
 @pytest.mark.parametrize("device", CUDA_KINDS, indirect=True)
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("case", PROMPTS, ids=[f"prompt{number}" for number in range(len(PROMPTS))])
@@ -173,9 +192,17 @@ def test_prompts_on_tensor_cores(device: Device, dtype: Any, case: tuple[Any, ..
 
 
 def check_step(
-    device: Device, shape: tuple[int, ...], reach: int, window: int | None = None, dtype: Any = np.float32
+    device: Device,
+    shape: tuple[int, ...],
+    reach: int,
+    window: int | None = None,
+    dtype: Any = np.float32,
+    lengths: Sequence[int] = (),
 ) -> Any:
-    """Of operands that are computed from others; every second row is not taken. The jitted step."""
+    """Of operands that are computed from others; every second row is not taken. The jitted step.
+
+    `lengths` are those of the rows, or drawn.
+    """
     rows, heads, key_heads, size = shape
     width = -(-reach // PAGE)
     count = rows * width + 3
@@ -189,6 +216,8 @@ def check_step(
     table = RNG.permutation(count)[: rows * width].reshape(rows, width).astype(np.int32)
     last = RNG.integers(0, reach, (rows, 1)).astype(np.int32)
     last[0, 0], last[-1, -1] = 0, reach - 1
+    if lengths:
+        last[:, 0] = np.subtract(lengths, 1)
     taken = np.array([row % 2 == 0 for row in range(rows)], np.int32)
     given = [on_device(array) for array in (table, last, taken)]
     counters = on_device(np.zeros(rows * heads, np.int32))
@@ -252,6 +281,21 @@ def test_a_step_on_tensor_cores(device: Device, shape: tuple[int, ...], reach: i
     check_step(device, shape, reach, dtype=ml_dtypes.bfloat16)
 
 
+LENGTHS = 1, 15, 16, 17, 300, 1060
+
+
+@pytest.mark.slow("float16", "shrinking")
+@pytest.mark.parametrize("device", CUDA_KINDS, indirect=True)
+@pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS[::-1]], ids=["growing", "shrinking"])
+@pytest.mark.parametrize("window", [None, 300, 1000])
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("heads", [(2, 2, 64), (8, 2, 64), (8, 1, 128)])
+def test_steps_of_all_lengths_in_long_tables(
+    device: Device, heads: tuple[int, ...], dtype: Any, window: int | None, lengths: Sequence[int]
+) -> None:
+    check_step(device, (6, *heads), 2048, window, dtype, lengths)
+
+
 # Tensor cores, which a CPU imitates
 
 PACKS = """
@@ -259,12 +303,30 @@ PACKS = """
 #define PACK_HIGH(a, b) (((a) >> 16) | ((b) & 0xffff0000))
 """
 TILED = [
-    # rows, heads, heads of keys, size of a head; positions, window, softcap
-    ((3, 4, 1, 64), 300, None, None),
-    ((2, 8, 1, 64), 150, 70, None),
-    ((1, 6, 2, 128), 90, 25, 5.0),
-    ((2, 2, 2, 64), 20, None, None),
+    # rows, heads, heads of keys, size of a head; positions, window, softcap; splits
+    ((3, 4, 1, 64), 300, None, None, 1),
+    ((2, 8, 1, 64), 150, 70, None, 1),
+    ((1, 6, 2, 128), 90, 25, 5.0, 1),
+    ((2, 2, 2, 64), 20, None, None, 1),
+    ((2, 4, 1, 64), 512, None, None, 4),
+    ((3, 8, 1, 128), 256, None, 5.0, 2),
 ]
+
+
+def tiled(driver: OpenCLDriver, splits: int) -> Capabilities:
+    """A device with tensor cores; where there are splits, it has clusters, and room for many workgroups."""
+    can = replace(way_of(driver, "gpu"), tensor_cores=True, max_group_size=1024, local_bytes=48 << 10)
+    return replace(can, clusters=True, compute_units=100) if splits > 1 else can
+
+
+def run_imitated(
+    driver: OpenCLDriver, source: KernelSource, arrays: Sequence[np.ndarray]
+) -> list[np.ndarray]:
+    """What a kernel for tensor cores makes of these buffers."""
+    imitation = imitated(source)
+    imitation = replace(imitation, body=f"{PACKS}{imitation.body}")
+    results = launch(driver, imitation, [np.pad(array.ravel(), GUARD) for array in arrays])
+    return [result[GUARD:-GUARD].reshape(array.shape) for result, array in zip(results, arrays, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -273,9 +335,9 @@ TILED = [
     ids=[f"tiled{number}" for number in range(len(TILED))],
 )
 def test_tiles_of_positions(case: tuple[Any, ...], dtype: Any) -> None:
-    (rows, heads, key_heads, size), reach, window, cap = case
+    (rows, heads, key_heads, size), reach, window, cap, splits = case
     driver = OpenCLDriver(NATIVE, "tiles")
-    can = replace(way_of(driver, "gpu"), tensor_cores=True, max_group_size=1024, local_bytes=48 << 10)
+    can = tiled(driver, splits)
     width = -(-reach // PAGE)
     count = rows * width + 3
     query = RNG.standard_normal((rows, 1, heads, size)).astype(dtype)
@@ -293,11 +355,9 @@ def test_tiles_of_positions(case: tuple[Any, ...], dtype: Any) -> None:
     assert lowering is not None
     (call,) = lowering.launches
     assert "MULTIPLY_TILES" in call.source.text
-    source = imitated(call.source)
-    source = replace(source, body=f"{PACKS}{source.body}")
+    assert (call.source.cluster, lowering.scratch) == (splits, ())
     arrays = [np.zeros(node.shape, dtype), query, pages, table, last]
-    padded = [np.pad(array.ravel(), GUARD) for array in arrays]
-    result = launch(driver, source, padded)[0][GUARD:-GUARD].reshape(query.shape).astype(np.float64)
+    result = run_imitated(driver, call.source, arrays)[0].astype(np.float64)
     driver.close()
     for row, head in np.ndindex(rows, heads):
         end, shared = last[row, 0] + 1, head * key_heads // heads
@@ -307,6 +367,58 @@ def test_tiles_of_positions(case: tuple[Any, ...], dtype: Any) -> None:
         )
         expected = naive(query[row, 0, head].astype(np.float64), keys, values, size**-0.5, window, cap)
         np.testing.assert_allclose(result[row, 0, head], expected, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("heads", "window", "splits"), [((4, 1, 64), None, 4), ((2, 2, 64), 400, 2), ((8, 1, 128), None, 4)]
+)
+def test_a_cluster_combines_the_splits_of_a_step(
+    heads: tuple[int, int, int], window: int | None, splits: int
+) -> None:
+    """Every second row is not taken, so that it attends to what its page has.
+
+    The workgroups of a cluster go as often through their loops: for a CPU, they are a single one.
+    """
+    lengths = 1, 15, 16, 17, 300, 500
+    (count, key_heads, size), rows, dtype = heads, len(lengths), ml_dtypes.bfloat16
+    driver = OpenCLDriver(NATIVE, "cluster")
+    query, key, value = (
+        RNG.standard_normal((rows, 1, number, size)).astype(dtype) for number in (count, key_heads, key_heads)
+    )
+    width, number = 512 // PAGE, 100
+    pages = RNG.standard_normal((2, number, key_heads, PAGE, size)).astype(dtype)
+    table = RNG.integers(0, number, (rows, width)).astype(np.int32)
+    used = [-(-length // PAGE) for length in lengths]
+    own = np.split(RNG.permutation(number)[: sum(used)], np.cumsum(used)[:-1])
+    for row, numbers in enumerate(own):
+        table[row, : len(numbers)] = numbers
+    last = np.subtract(lengths, 1).astype(np.int32)
+    taken = np.arange(rows, dtype=np.int32) % 2
+    arrays = [query, key, value, pages, table, last[:, np.newaxis], taken]
+    can = tiled(driver, splits)
+    steps = graph.paged_step([at(array) for array in arrays], size**-0.5, window)
+    (group,) = partition(steps, lambda node: fusible(node, can))
+    lowering = write(group, can, "x")
+    assert lowering is not None
+    source = lowering.launches[-1].source
+    assert (source.grid, source.cluster) == ((rows * key_heads * splits,), splits)
+    assert lowering.scratch == ()
+    result, after, *_ = run_imitated(driver, source, [np.zeros_like(query), pages.copy(), *arrays])
+    driver.close()
+    for row in np.flatnonzero(taken):
+        place = table[row, last[row] // PAGE], slice(None), last[row] % PAGE
+        pages[0][place], pages[1][place] = key[row, 0], value[row, 0]
+    np.testing.assert_array_equal(after, pages)
+    for row, head in np.ndindex(rows, count):
+        keys, values = (
+            side[table[row]].swapaxes(0, 1).reshape(key_heads, -1, size)[head * key_heads // count]
+            for side in pages.astype(np.float64)
+        )
+        seen = slice(last[row] + 1)
+        expected = naive(
+            query[row, 0, head].astype(np.float64), keys[seen], values[seen], size**-0.5, window, None
+        )
+        np.testing.assert_allclose(result[row, 0, head].astype(np.float64), expected, atol=0.02)
 
 
 # What CUDA does, for PoCL: each of its threads sees the writes of the others in order.
@@ -329,6 +441,52 @@ def test_the_last_workgroup_combines_the_splits(monkeypatch: pytest.MonkeyPatch)
     assert sum("step_over_pages" in name for name in names) == 1
     assert not any("combine" in name for name in names)
     device.close()
+
+
+def step_on_hopper(
+    heads: tuple[int, int, int], rows: int, reach: int, window: int | None = None, cap: float | None = None
+) -> Lowering:
+    """A step with counters, in bfloat16."""
+    can = replace(Imagined(tensor_cores=True).capabilities, max_group_size=1024, clusters=True)
+    (count, key_heads, size), dtype = heads, ml_dtypes.bfloat16
+    arrays: list[Any] = [np.ones((rows, 1, number, size), dtype) for number in (count, key_heads, key_heads)]
+    arrays += [np.ones((2, 300, key_heads, PAGE, size), dtype), np.ones((rows, reach // PAGE), np.int32)]
+    arrays += [np.ones(shape, np.int32) for shape in ((rows, 1), (rows,), (rows * count,))]
+    steps = graph.paged_step([at(array) for array in arrays], 0.1, window, cap)
+    (group,) = partition(steps, lambda node: fusible(node, can))
+    lowering = write(group, can, "x")
+    assert lowering is not None
+    return lowering
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32])
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (1000, 5.0)])
+def test_nvrtc_takes_a_step_in_clusters(rows: int, size: int, window: int | None, cap: float | None) -> None:
+    lowering = step_on_hopper((32, 8, size), rows, 2048, window, cap)
+    (source,) = (launch.source for launch in lowering.launches)
+    text = whole_text([source], "cuda")
+    assert "COMES_LAST" not in text
+    assert ("CLUSTER_LOAD" in text) == (rows < 32), "32 rows keep all of a device busy without splits"
+    assert compile_text(text, "sm_90").startswith(b"\x7fELF")
+
+
+def test_which_steps_are_combined_in_clusters() -> None:
+    def grid_and_cluster(*case: Any) -> tuple[int, int]:
+        lowering = step_on_hopper(*case)
+        (source,) = (launch.source for launch in lowering.launches)
+        assert bool(lowering.scratch) == ("COMES_LAST" in source.text) == bool(lowering.restores)
+        return source.grid[0], source.cluster
+
+    llama = 32, 8, 64
+    assert grid_and_cluster(llama, 1, 2048) == (64, 8)
+    assert grid_and_cluster(llama, 8, 2048) == (256, 4), "all run at once"
+    assert grid_and_cluster(llama, 32, 2048) == (256, 1), "there is nothing to combine"
+    assert grid_and_cluster(llama, 1, 512) == (32, 4), "each warp has a tile of positions"
+    assert grid_and_cluster(llama, 1, 8192) == (64, 8)
+    assert grid_and_cluster(llama, 1, 32768) == (264, 1), "more workgroups read faster"
+    assert grid_and_cluster(llama, 1, 32768, 1000) == (32, 4), "a window is short"
+    assert grid_and_cluster(llama, 4, 32768) == (256, 8), "more workgroups would not run at once"
 
 
 @pytest.mark.parametrize("tensor_cores", [False, True])

@@ -199,12 +199,17 @@ class KernelBuilder:
         return [ir.Var(name, ir.Type("uint32")) for name in names]
 
     def cluster_barrier(self) -> None:
-        """No thread of the cluster's workgroups continues before all have arrived."""
+        """No thread of the cluster's workgroups continues before all have arrived; see `ClusterBarrier`."""
         self._add(ir.ClusterBarrier())
 
     def cluster_sum(self, name: str, memory: Memory, index: ir.Operand, count: int) -> ir.Var:
         """The sum of an item of local memory over the `count` workgroups of a cluster."""
         self._add(ir.ClusterSum(name, memory.name, ir.integer(index), count))
+        return ir.Var(name, memory.type)
+
+    def cluster_load(self, name: str, memory: Memory, index: ir.Operand, rank: ir.Operand) -> ir.Var:
+        """An item of the local memory of a workgroup of the cluster."""
+        self._add(ir.ClusterLoad(name, memory.name, ir.integer(index), ir.integer(rank)))
         return ir.Var(name, memory.type)
 
     # Values

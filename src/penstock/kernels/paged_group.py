@@ -33,9 +33,9 @@ def paged_group(group: Group, capabilities: Capabilities) -> Lowering:
     query, _, _, pages, table, positions, taken, *counters = node.inputs
     sizes = sizes_of(query, pages, table, node.attributes, capabilities)
     kernel = Emitter(group, Variables({})).kernel
-    counts = [node for node in counters if node.size >= sizes.units and sizes.splits > 1]
+    counts = [node for node in counters if node.size >= sizes.units and sizes.stores_splits]
     counts = counts if dialect_of(capabilities).device_atomics else []
-    results = [sizes.type] * 2 if sizes.splits > 1 else [sizes.dtype]
+    results = [sizes.type] * 2 if sizes.stores_splits else [sizes.dtype]
     outputs = [*results, *[sizes.dtype] * (("pages" in parts) + len(counts))]
     k = KernelBuilder("step_over_pages", capabilities, outputs, kernel.inputs, kernel.scalars)
     numbers = [group.inputs.index(base(operand)) for operand in (pages, table, positions, taken)]
@@ -52,7 +52,7 @@ def paged_group(group: Group, capabilities: Capabilities) -> Lowering:
     if "result" not in parts:
         scratch.append(query.nbytes)
     result = parts.get("result", first_scratch + len(scratch) - 1)
-    written = [first_scratch, first_scratch + 1] if sizes.splits > 1 else [result]
+    written = [first_scratch, first_scratch + 1] if sizes.stores_splits else [result]
     launches = []
     may_alias: list[tuple[int, ...]] = [() for _ in group.outputs]
     if "pages" in parts:
@@ -62,7 +62,7 @@ def paged_group(group: Group, capabilities: Capabilities) -> Lowering:
             copy = copying(pages, capabilities, kernel.scalars)
             launches.append(Launch(copy, (parts["pages"], inputs[numbers[0]]), operations=0))
     launches.append(Launch(source, (*written, *[result] * len(known), *inputs)))
-    if sizes.splits > 1 and not known:
+    if sizes.stores_splits and not known:
         launches.append(
             Launch(
                 combining(sizes, capabilities, kernel.scalars),

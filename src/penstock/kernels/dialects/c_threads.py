@@ -73,6 +73,8 @@ class ThreadPrinter(CPrinter):
                 return ["CLUSTER_BARRIER;"]
             case ir.ClusterSum(name, array, index, count):
                 return [f"float {name} = CLUSTER_SUM({array}, {self.expr(index)}, {count});"]
+            case ir.ClusterLoad(name, array, index, rank):
+                return [f"float {name} = CLUSTER_LOAD({array}, {self.expr(index)}, {self.expr(rank)});"]
             case ir.BlockReduce():
                 return self._block_reduce(statement)
             case ir.StridedReduce():

@@ -210,18 +210,20 @@ DEVICE int COMES_LAST(const int *counter, int count) {
     return before == count - 1;
 }
 """
-# An array has the same address in the local memory of all workgroups.
+# An array has the same address in the local memory of all workgroups. A barrier orders local memory only: the
+# release that is the default would also wait for what a thread has written to device memory.
 _CLUSTERS = """
-#define CLUSTER_BARRIER asm volatile("barrier.cluster.arrive; barrier.cluster.wait;" ::: "memory")
+#define CLUSTER_BARRIER asm volatile("fence.release.sync_restrict::shared::cta.cluster;" \\
+    "barrier.cluster.arrive.relaxed; barrier.cluster.wait;" ::: "memory")
+DEVICE float CLUSTER_LOAD(const float *array, int index, int rank) {
+    float x;
+    asm volatile("{ .reg .u32 at; mapa.shared::cluster.u32 at, %1, %2; ld.shared::cluster.f32 %0, [at]; }"
+        : "=f"(x) : "r"((uint)__cvta_generic_to_shared(array + index)), "r"(rank));
+    return x;
+}
 DEVICE float CLUSTER_SUM(const float *array, int index, int count) {
-    uint own = (uint)__cvta_generic_to_shared(array + index);
     float sum = 0;
-    _Pragma("unroll") for (uint rank = 0; rank < count; rank++) {
-        float x;
-        asm volatile("{ .reg .u32 at; mapa.shared::cluster.u32 at, %1, %2; ld.shared::cluster.f32 %0, [at]; }"
-            : "=f"(x) : "r"(own), "r"(rank));
-        sum += x;
-    }
+    _Pragma("unroll") for (int rank = 0; rank < count; rank++) sum += CLUSTER_LOAD(array, index, rank);
     return sum;
 }
 """

@@ -328,7 +328,7 @@ class Barrier(Statement):
 
 
 class ClusterBarrier(Statement):
-    """No thread of the workgroups of a cluster continues before all have arrived."""
+    """No thread of the workgroups of a cluster continues before all have arrived; it orders local memory."""
 
 
 class ClusterSum(Statement):
@@ -338,6 +338,15 @@ class ClusterSum(Statement):
     array: str
     index: Expr
     count: int
+
+
+class ClusterLoad(Statement):
+    """`name` is an item of the local memory of a workgroup of the cluster, the one of a `rank`."""
+
+    name: str
+    array: str
+    index: Expr
+    rank: Expr
 
 
 class WaitForEarlier(Statement):

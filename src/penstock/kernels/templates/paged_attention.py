@@ -38,14 +38,14 @@ _SUMS = 12  # vectors of results that are added to at a time
 
 
 def paged_attention(node: Node, capabilities: Capabilities) -> Lowering:
-    """The kernel of all splits, and the kernel that combines them if there are several."""
+    """The kernel of all splits, and the kernel that combines them if they are stored."""
     query, pages, table, _ = node.inputs
     if query.shape[1] > MOST_QUERIES:
         return prompt_attention(node, capabilities)
     sizes = sizes_of(query, pages, table, node.attributes, capabilities)
     build = _on_cpu if is_cpu(capabilities) else _on_gpu
     inputs = (1, 2, 3, 4)
-    if sizes.splits == 1:
+    if not sizes.stores_splits:
         return Lowering((Launch(build(sizes, capabilities), (0, *inputs)),))
     splits = Launch(build(sizes, capabilities), (5, 6, *inputs))
     combine = Launch(combining(sizes, capabilities), (0, 5, 6), operations=0)

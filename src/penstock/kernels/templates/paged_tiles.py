@@ -18,6 +18,7 @@ from penstock.kernels.templates.paged_operands import LOWEST
 from penstock.kernels.templates.paged_units import (
     MORE_THREADS,
     RESIDENT,
+    ROUND,
     TILE,
     Parts,
     Sizes,
@@ -25,6 +26,7 @@ from penstock.kernels.templates.paged_units import (
     Unit,
     known,
     store_item,
+    store_part,
     stored_until,
     weighted,
 )
@@ -33,7 +35,6 @@ _WARP = 32
 _WARPS = MORE_THREADS // _WARP
 _WORDS = 4  # that a thread reads at once, of two items each
 _PAIRS = (0, 1, 8, 9)  # the positions of a tile whose values and scores a thread has, apart from its part
-_MOST_BLOCKS = {64: 2, 128: 1}  # tiles of positions that a warp reads at a time, by the size of a head
 _NONE = Const(0, Type("uint32"))  # two items of the empty rows
 
 
@@ -47,7 +48,7 @@ def by_tiles(
     begin, start, stop = unit.tiles_of_positions(last, TILE)
     new, stored = stored_until(k, last, puts, start, stop)
     warp = _Warp(k, sizes, unit, Memory(pages.name, "uint32"), (begin, stored))
-    blocks = max(min(_MOST_BLOCKS[sizes.size], sizes.share // (_WARPS * TILE)), 1)
+    blocks = max(min(ROUND[sizes.size], sizes.share) // (_WARPS * TILE), 1)
     each = _WARPS * blocks * TILE
     pages_of_tiles = [k.variable(f"page{block}", warp.page(start, block, blocks)) for block in range(blocks)]
 
@@ -73,7 +74,8 @@ def by_tiles(
     _join(k, sizes, unit, warp, step, new)
     if step is not None:
         step.finish(k, unit)
-    return k.source((sizes.units * sizes.splits,), (MORE_THREADS,), RESIDENT // MORE_THREADS, True)
+    cluster = sizes.splits if sizes.clustered else 1
+    return k.source((sizes.units * sizes.splits,), (MORE_THREADS,), RESIDENT // MORE_THREADS, True, cluster)
 
 
 class _Block:
@@ -199,7 +201,7 @@ class _Warp:
 
 
 def _join(k: KernelBuilder, sizes: Sizes, unit: Unit, warp: _Warp, step: Step | None, new: Expr) -> None:
-    """Combine what warps have, and the position that a step puts, and store it."""
+    """Combine what warps have, the position that a step puts, and what a cluster has; and store it."""
     slots = _WARPS + (step is not None)
     values = k.shared("merged", "float32", sizes.together * slots * sizes.size)
     sums = k.shared("slot_sums", "float32", sizes.together * slots * 2)
@@ -216,10 +218,39 @@ def _join(k: KernelBuilder, sizes: Sizes, unit: Unit, warp: _Warp, step: Step | 
     if step is not None:
         _take_new(k, sizes, unit, warp, step, new, values, sums)
     k.barrier()
+    part_sums = k.shared("part_sums", "float32", sizes.together * slots * 2) if sizes.clustered else None
     with k.loop("item", k.thread, sizes.together * sizes.size, MORE_THREADS) as item:
         head, column = k.let("own_head", item // sizes.size), k.let("own_column", item % sizes.size)
         parts = Parts(slots, head * slots, sizes.size, column)
-        store_item(k, sizes, unit, head, column, weighted(k, sizes, parts, values, sums))
+        whole = weighted(k, sizes, parts, values, sums)
+        if part_sums is None:
+            store_item(k, sizes, unit, head, column, whole)
+        else:  # the items in place of those of the first slot, which no other thread reads
+            store_part(k, sizes, head * slots, column, whole, values, part_sums)
+    if part_sums is not None:
+        _combine(k, sizes, unit, slots, values, part_sums)
+
+
+def _combine(k: KernelBuilder, sizes: Sizes, unit: Unit, slots: int, values: Memory, sums: Memory) -> None:
+    """Each workgroup of a cluster combines a share of the items of all, and stores them."""
+    splits, share = sizes.splits, sizes.together * sizes.size // sizes.splits
+    k.cluster_barrier()
+    first = k.let("first_combined", unit.split * share)
+    with k.loop("combined", first + k.thread, first + share, MORE_THREADS) as item:
+        head, column = k.let("part_head", item // sizes.size), k.let("part_column", item % sizes.size)
+        place = k.let("part_place", head * slots)
+        # In registers, so that all reads are on their way before the first is waited for.
+        own_values = k.registers("own_values", "float32", splits)
+        own_sums = k.registers("own_sums", "float32", splits * 2)
+        with k.loop("rank", 0, splits, unrolled=splits) as rank:
+            for number in range(2):
+                read = k.cluster_load(f"sum{number}", sums, place * 2 + number, rank)
+                k.store(own_sums, rank * 2 + number, read)
+            value = k.cluster_load("value", values, place * sizes.size + column, rank)
+            k.store(own_values, rank, value)
+        parts = Parts(splits, Const(0), 1, Const(0))
+        store_item(k, sizes, unit, head, column, weighted(k, sizes, parts, own_values, own_sums))
+    k.cluster_barrier()  # no workgroup may end before the others have read its part
 
 
 def _take_new(

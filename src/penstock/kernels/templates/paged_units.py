@@ -23,7 +23,11 @@ THREADS = 128  # of a workgroup of a GPU
 MORE_THREADS = 256  # where they exchange values without local memory
 RESIDENT = 512  # threads for each compute unit of a GPU
 TILE = 16  # positions that a warp has on tensor cores
-_TILED_SIZES = (64, 128)  # of heads, on tensor cores
+ROUND = {64: 256, 128: 128}  # positions that a workgroup reads at a time there, by the size of a head
+_CLUSTER = 8  # workgroups that every device with clusters takes in one
+# Of a workgroup in a cluster, where a device has room for more workgroups. Each waits for memory, and more of
+# them would take longer than it does to combine splits in device memory.
+_MOST_ROUNDS = 4
 _LEAST = 64  # positions of a split of a GPU
 _CPU_LEAST = 512  # of a CPU
 _AT_ONCE = 32  # splits that are read at a time
@@ -36,6 +40,7 @@ class Sizes(Operands):
     together: int  # heads of queries
     splits: int
     tiled: bool  # on tensor cores
+    clustered: bool  # the splits of a unit are the workgroups of a cluster
 
     @property
     def units(self) -> int:
@@ -49,10 +54,15 @@ class Sizes(Operands):
         return min(reach, self.window or reach) // self.splits
 
     @property
+    def stores_splits(self) -> bool:
+        """Whether splits are combined in device memory."""
+        return self.splits > 1 and not self.clustered
+
+    @property
     def scratch(self) -> tuple[int, ...]:
         """The bytes of the results of splits, and of their maxima and sums."""
         results = self.units * self.together * self.splits * item_size(self.type)
-        return (results * self.size, results * 2) if self.splits > 1 else ()
+        return (results * self.size, results * 2) if self.stores_splits else ()
 
 
 def sizes_of(
@@ -67,7 +77,7 @@ def sizes_of(
     tiled = (
         capabilities.tensor_cores
         and given.dtype in HALF_PRECISION
-        and given.size in _TILED_SIZES
+        and given.size in ROUND
         and given.page % TILE == 0
     )
     if is_cpu(capabilities):
@@ -77,7 +87,15 @@ def sizes_of(
         splits = capabilities.compute_units * (RESIDENT // threads) // units
         least = MORE_THREADS // 32 * TILE if tiled else _LEAST
     splits = max(min(splits, seen // least), 1)
-    return Sizes(**vars(given), together=together, splits=splits, tiled=tiled)
+    cluster = _in_cluster(splits, seen, given.size) if tiled and capabilities.clusters else 1
+    splits = cluster if cluster > 1 else splits
+    return Sizes(**vars(given), together=together, splits=splits, tiled=tiled, clustered=cluster > 1)
+
+
+def _in_cluster(splits: int, seen: int, size: int) -> int:
+    """How many splits a cluster has in place of these; 1 where it would be too few."""
+    most = min(1 << splits.bit_length() - 1, _CLUSTER)
+    return most if most == splits or seen // most <= _MOST_ROUNDS * ROUND[size] else 1
 
 
 def threads_of(size: int, together: int, capabilities: Capabilities) -> int:
@@ -162,7 +180,7 @@ class Unit:
 
 def kernel_of(name: str, sizes: Sizes, capabilities: Capabilities) -> KernelBuilder:
     """A kernel of splits: its outputs, and query, pages, table and positions."""
-    outputs = [sizes.type] * 2 if sizes.splits > 1 else [sizes.dtype]
+    outputs = [sizes.type] * 2 if sizes.stores_splits else [sizes.dtype]
     return KernelBuilder(name, capabilities, outputs, [sizes.dtype, sizes.dtype, "int32", "int32"])
 
 
@@ -228,16 +246,30 @@ def store_item(
     k: KernelBuilder, sizes: Sizes, unit: Unit, head: Expr, column: Expr, known: tuple[Expr, Expr, Expr]
 ) -> None:
     """Write an item of a result, or of a split's, given the maximum, the sum of the weights, and the item."""
-    most, total, result = known
+    _, total, result = known
     row = k.let(k.fresh("head_row"), unit.head_row(head))
-    if sizes.splits == 1:
+    if sizes.stores_splits:
+        place = k.let(k.fresh("place_in_split"), row * sizes.splits + unit.split)
+        store_part(k, sizes, place, column, known, *k.outputs[:2])
+    else:
         k.store(k.outputs[0], row * sizes.size + column, result / total)
-        return
-    place = k.let(k.fresh("place_in_split"), row * sizes.splits + unit.split)
-    k.store(k.outputs[0], place * sizes.size + column, result)
+
+
+def store_part(
+    k: KernelBuilder,
+    sizes: Sizes,
+    place: Expr,
+    column: Expr,
+    known: tuple[Expr, Expr, Expr],
+    values: Memory,
+    sums: Memory,
+) -> None:
+    """Write an item of the result of a part of the positions, and its maximum and sum."""
+    most, total, result = known
+    k.store(values, place * sizes.size + column, result)
     with k.when(column.eq(0)):
-        k.store(k.outputs[1], place * 2, most)
-        k.store(k.outputs[1], place * 2 + 1, total)
+        k.store(sums, place * 2, most)
+        k.store(sums, place * 2 + 1, total)
 
 
 # Splits
