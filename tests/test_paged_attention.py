@@ -189,8 +189,8 @@ def check_step(
     table = RNG.permutation(count)[: rows * width].reshape(rows, width).astype(np.int32)
     last = RNG.integers(0, reach, (rows, 1)).astype(np.int32)
     last[0, 0], last[-1, -1] = 0, reach - 1
-    taken = np.array([row % 2 == 0 for row in range(rows)], np.int32)
-    given = [on_device(array) for array in (table, last, taken)]
+    slots = np.array([row if row % 2 == 0 else -1 for row in range(rows)], np.int32)
+    given = [on_device(array) for array in (table, last, slots)]
     counters = on_device(np.zeros(rows * heads, np.int32))
 
     def operands(*flat: ps.Tensor) -> list[ps.Tensor]:
@@ -199,7 +199,7 @@ def check_step(
 
     query, key, value = operands(*flat)
     expected, new = pages.copy(), [key.numpy(), value.numpy()]
-    for row in np.flatnonzero(taken):
+    for row in np.flatnonzero(slots >= 0):
         place = (table[row, last[row, 0] // PAGE], slice(None), last[row, 0] % PAGE)
         expected[0][place], expected[1][place] = (side[row, :, 0] for side in new)
     attended = paged_attention(query, on_device(expected), *given[:2], size**-0.5, window)
