@@ -13,9 +13,11 @@ from typing import Any
 
 import penstock as ps
 from generate import SHAPES
-from penstock.compiler.launches import launch_parts
+from penstock.compiler.launches import arranged, launch_parts
 from penstock.compiler.schedule import Schedule
 from penstock.execution.realize import executables
+from penstock.kernels.concatenation import Call
+from penstock.kernels.sizes import Sizes
 from penstock.models import LanguageModel
 from penstock.models.decoders import Decoder
 from penstock.models.paging import PAGE
@@ -23,6 +25,7 @@ from penstock.models.sampling import Needs
 from penstock.nn.module import evaluating
 from penstock.nn.quantizing import BITS, replace_linear
 from penstock.tensor.jit_program import _Traced
+from penstock.tuning_cache import TuningCache
 
 
 def step_of(model: LanguageModel, batch: int, positions: int) -> Schedule:
@@ -40,6 +43,13 @@ def step_of(model: LanguageModel, batch: int, positions: int) -> Schedule:
         return executables(ps.default_device()).schedule(
             _Traced("step", tracing, outputs, function._last).structure
         )
+
+
+def launches_of(schedule: Schedule) -> list[Call]:
+    """The launches of a schedule, with reductions in parts as single ones."""
+    can = ps.default_device().capabilities
+    parts = arranged(launch_parts(schedule, can), schedule, can, None, Sizes(TuningCache("")))
+    return [call for part in parts if isinstance(part, list) for call in part if isinstance(call, Call)]
 
 
 def empty_quantized(model: LanguageModel, bits: int) -> None:
@@ -74,10 +84,7 @@ def main() -> None:
         schedule = step_of(model, batch, chosen.positions)
         if chosen.show:
             print(schedule)
-        parts = launch_parts(schedule, ps.default_device().capabilities)
-        launches = sum(len(part) for part in parts if isinstance(part, list))
-        turns = 1 + max(step.turn for step in schedule.groups)
-        print(f"{name}, batch {batch}: {launches} launches in {turns} turns")
+        print(f"{name}, batch {batch}: {len(launches_of(schedule))} launches in {schedule.turns} turns")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,11 @@ from penstock.errors import DeviceError, OutOfDeviceMemory, SettingError
 from penstock.execution.memory_plan import MemoryPlan
 from penstock.measuring import ceilings, step_rates
 from penstock.measuring.step_rates import fitted
+from penstock.nn.quantizing import BITS
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+from decode_steps import empty_quantized, launches_of, step_of
+from generate import SHAPES
 
 CARD = """
 [device]
@@ -190,6 +196,32 @@ def test_choices_suit_the_rates_of_a_gpu(tmp_path: Path) -> None:
     assert times is not None
     within = [at for at, row in enumerate(plan.budgets) if row.budget_bytes <= 0.55 * plan.unlimited_bytes]
     assert times[within[0]] < 1.3 * times[0]
+
+
+@pytest.mark.usefixtures("default")
+@pytest.mark.parametrize(
+    ("quantize", "batch", "each", "others"),
+    [
+        # The embedding with positions and angles; the head, after a norm if it is packed; argmax; the state.
+        (None, 1, 5, 4),
+        ("int4", 1, 5, 5),
+        # The embedding is a part of a norm: each layer has two, and the last comes before the head.
+        (None, 32, 7, 5),
+        ("int4", 32, 7, 5),
+    ],
+)
+def test_a_step_of_tokens_has_few_launches(
+    tmp_path: Path, quantize: str | None, batch: int, each: int, others: int
+) -> None:
+    card = tmp_path / "card.toml"
+    card.write_text(H200)
+    ps.use(str(card))
+    layers = 2
+    model = ps.models.build({**SHAPES["llama-1b"], "num_hidden_layers": layers}).to("bfloat16")
+    if quantize is not None:
+        empty_quantized(model, BITS[quantize])
+    launches = launches_of(step_of(model, batch, 512))
+    assert len(launches) == each * layers + others, [call.source.name for call in launches]
 
 
 @pytest.mark.usefixtures("default")

@@ -43,6 +43,7 @@ REDUCTIONS: dict[str, tuple[tuple[int, ...], Reduction]] = {
     "all items": ((512, 192), ps.sum),
     "all items, and more": ((512, 192), lambda x: ps.sqrt(ps.mean(x * x)) + 1.0),
     "the place of the largest": ((512, 192), ps.argmax),
+    "the places of the largest of rows": ((3, 30000), lambda x: ps.argmax(x, axis=1)),
     "few columns": ((2048, 32), lambda x: ps.sum(x, axis=0)),
     "an uneven number of columns": ((2048, 100), lambda x: ps.sum(x, axis=0)),
     "many columns": ((256, 1024), lambda x: ps.sum(x, axis=0) * 2.0),
@@ -57,7 +58,7 @@ class _Counting(UnoptimizedDriver):
 
     def __init__(self) -> None:
         super().__init__(NATIVE, "counting", None)
-        self.capabilities = replace(self.capabilities, vector_width=1, max_group_size=32, compute_units=16)
+        self.capabilities = replace(self.capabilities, vector_width=1, max_group_size=32, compute_units=32)
 
     @property
     def _options(self) -> list[str]:
@@ -206,6 +207,9 @@ def test_nvrtc_takes_them() -> None:
             for axes in ((0, 1), (0,)):
                 _, calls = calls_of(reduce(x, axes))
                 sources.update({call.source.name: call.source for call in calls})
+    for dtype in ("float32", "bfloat16"):
+        _, (call,) = calls_of(reducing.argmax(at(np.ones((32, 50000), dtype)), 1))
+        sources[call.source.name] = call.source
     text = whole_text([*sources.values()], "cuda")
-    assert text.count("COUNTERS int") == len(sources) == 16
+    assert text.count("COUNTERS int") == len(sources) == 18
     assert compile_text(text, "sm_90").startswith(b"\x7fELF")

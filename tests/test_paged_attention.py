@@ -218,8 +218,8 @@ def check_step(
     last[0, 0], last[-1, -1] = 0, reach - 1
     if lengths:
         last[:, 0] = np.subtract(lengths, 1)
-    taken = np.array([row % 2 == 0 for row in range(rows)], np.int32)
-    given = [on_device(array) for array in (table, last, taken)]
+    slots = np.array([row if row % 2 == 0 else -1 for row in range(rows)], np.int32)
+    given = [on_device(array) for array in (table, last, slots)]
     counters = on_device(np.zeros(rows * heads, np.int32))
 
     def operands(*flat: ps.Tensor) -> list[ps.Tensor]:
@@ -228,7 +228,7 @@ def check_step(
 
     query, key, value = operands(*flat)
     expected, new = pages.copy(), [key.numpy(), value.numpy()]
-    for row in np.flatnonzero(taken):
+    for row in np.flatnonzero(slots >= 0):
         place = (table[row, last[row, 0] // PAGE], slice(None), last[row, 0] % PAGE)
         expected[0][place], expected[1][place] = (side[row, :, 0] for side in new)
     attended = paged_attention(query, on_device(expected), *given[:2], size**-0.5, window)
@@ -393,8 +393,8 @@ def test_a_cluster_combines_the_splits_of_a_step(
     for row, numbers in enumerate(own):
         table[row, : len(numbers)] = numbers
     last = np.subtract(lengths, 1).astype(np.int32)
-    taken = np.arange(rows, dtype=np.int32) % 2
-    arrays = [query, key, value, pages, table, last[:, np.newaxis], taken]
+    slots = np.arange(rows, dtype=np.int32) % 2 - 1
+    arrays = [query, key, value, pages, table, last[:, np.newaxis], slots]
     can = tiled(driver, splits)
     steps = graph.paged_step([at(array) for array in arrays], size**-0.5, window)
     (group,) = partition(steps, lambda node: fusible(node, can))
@@ -405,7 +405,7 @@ def test_a_cluster_combines_the_splits_of_a_step(
     assert lowering.scratch == ()
     result, after, *_ = run_imitated(driver, source, [np.zeros_like(query), pages.copy(), *arrays])
     driver.close()
-    for row in np.flatnonzero(taken):
+    for row in np.flatnonzero(slots >= 0):
         place = table[row, last[row] // PAGE], slice(None), last[row] % PAGE
         pages[0][place], pages[1][place] = key[row, 0], value[row, 0]
     np.testing.assert_array_equal(after, pages)

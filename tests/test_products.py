@@ -28,7 +28,7 @@ from penstock.drivers.host import HostDriver, host_capabilities
 from penstock.errors import PenstockWarning
 from penstock.execution.realize import explain
 from penstock.fusion.groups import Group, partition
-from penstock.fusion.products import Matrix, batch_stride, by_library, laid_out
+from penstock.fusion.products import Matrix, batch_stride, by_library, laid_out, read_as_stored
 from penstock.fusion.views import base
 from penstock.graph import contraction, elementwise, reducing, shaping
 from penstock.graph.contraction import MATMUL
@@ -269,6 +269,17 @@ def test_a_bias_is_added_by_the_library_to_what_is_stored_in_any_case() -> None:
     result = groups(contraction.matmul(shaping.reshape(biased, (6000, 48)), x_(48, 5)))
     assert kinds(result) == ["matmul", "matmul"]
     assert contraction_of(result[0]) is not result[0].outputs[0]
+
+
+def test_the_largest_of_a_library_s_product_is_found_in_what_it_wrote() -> None:
+    rows = x_(8, 512, dtype=np.float16)
+    for columns, dtype in ((4096, np.float16), (64, np.float32)):  # few columns: by a generated kernel
+        product = contraction.matmul(rows, x_(512, columns, dtype=np.float16))
+        wide = elementwise.cast(product, dtypes.float32)
+        (largest,) = read_as_stored([reducing.argmax(wide, 1)], GPU)
+        assert largest.inputs[0].dtype == dtype
+        (same,) = read_as_stored([reducing.argmax(elementwise.cast(product, dtypes.int32), 1)], GPU)
+        assert same.inputs[0].dtype == np.int32, "a cast that may keep no order"
 
 
 def test_a_bias_that_is_computed_is_stored() -> None:

@@ -14,13 +14,13 @@ from penstock.fusion.groups import Group
 from penstock.fusion.views import base
 from penstock.graph.node import Kind, Node
 from penstock.graph.reference import constant_key
-from penstock.kernels.concatenation import Call, Partials
+from penstock.kernels.concatenation import Call
 from penstock.kernels.costing import costs
 from penstock.kernels.hazards import Range, Touched
 from penstock.kernels.library.cublaslt import LibraryLaunch
 from penstock.kernels.lower import Lowering, constants
 from penstock.kernels.source import ALIGNMENT
-from penstock.kernels.templates.launches import Launch
+from penstock.kernels.templates.launches import Launch, Partials
 
 
 def emit(state: Compilation, target: Target) -> Compilation:
@@ -103,11 +103,13 @@ class _Steps:
                     scalars=launch.scalars,
                     constants=scalars,
                     work=group.work,
-                    touched=Touched(reads, writes + restored, self._ahead(group, launch)),
+                    touched=Touched(
+                        reads, self._written(group, launch) + restored, self._ahead(group, launch)
+                    ),
                     scratch=tuple(self._span(value) for value in scratch),
                     cost=cost,
                     reduces=_reduces(group),
-                    reads_own=_partials(group),
+                    reads_own=launch.reads_own or _partials(group),
                 )
                 for launch, cost in zip(written.launches, costs(group, written), strict=True)
             )
@@ -141,6 +143,10 @@ class _Steps:
         """The buffer that a temporary lies in."""
         arena = self._plan.arena_of[value]
         return self._first_of_more + arena - 1 if arena else 0
+
+    def _written(self, group: Group, launch: Launch) -> tuple[Range, ...]:
+        """The bytes of outputs that a launch writes."""
+        return tuple(self._range(node) for at, node in enumerate(group.outputs) if at in launch.buffers)
 
     def _ahead(self, group: Group, launch: Launch) -> tuple[Range, ...]:
         """The bytes that a launch reads before it waits for others."""

@@ -14,7 +14,7 @@ from penstock.fusion.bounding import bounded
 from penstock.fusion.column_reductions import column_units
 from penstock.fusion.groups import Group, partition
 from penstock.fusion.panels import lay_out_panels
-from penstock.fusion.products import by_library
+from penstock.fusion.products import by_library, read_as_stored
 from penstock.fusion.splitting import split
 from penstock.fusion.views import base
 from penstock.graph.channels_last import channels_last
@@ -42,14 +42,15 @@ def order_channels(state: Compilation, target: Target) -> Compilation:
 def rewrite_products(state: Compilation, target: Target) -> Compilation:
     """On a CPU, unstack products, join the terms of sums, and lay out what many products read.
 
-    On a GPU, turn products with vectors into sums, and join those of many same rows. A CPU runs separate
-    small products in a single launch, so stacking their matrices would only cost copies.
+    On a GPU, turn products with vectors into sums, read the others as they are stored, and join those of many
+    same rows. A CPU runs separate small products in a single launch, so stacking their matrices would only
+    cost copies.
     """
     can = target.capabilities
     if not can.compiles:
         return state
     if target.gpu:
-        wanted = few_rows(vectors_as_sums(state.wanted), can)
+        wanted = read_as_stored(few_rows(vectors_as_sums(state.wanted), can), can)
         return replace(state, wanted=join_products(wanted, state.inputs, can) if target.fuses else wanted)
     wanted = join_sums(unstack(state.wanted))
     # Kernels of single operations are few, and read matrices as they are.

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from penstock.drivers.driver import Capabilities
 from penstock.fusion.index import ZERO, variable
 from penstock.fusion.views import operand_index
-from penstock.graph.dtypes import bfloat16, float16, float32, float64
-from penstock.graph.node import Node
+from penstock.graph.dtypes import HALF_PRECISION, bfloat16, float16, float32, float64
+from penstock.graph.elementwise import CAST
+from penstock.graph.node import Kind, Node, rewrite
 
 LIBRARY_DTYPES = (bfloat16, float16, float32, float64)
 # Multiplications up to which a generated kernel is faster, measured on an H200. For square matrices of 64,
@@ -31,6 +32,27 @@ def by_library(product: Node, capabilities: Capabilities) -> bool:
     if not capabilities.matmul_library or product.dtype not in LIBRARY_DTYPES:
         return False
     return product.size * product.inputs[0].shape[-1] > _SMALL[product.dtype]
+
+
+def read_as_stored(wanted: Sequence[Node], capabilities: Capabilities) -> list[Node]:
+    """For each node one with the same value; argmax and argmin of a library's product read no wider copy.
+
+    A cast to a wider dtype keeps the order. What a generated kernel computes it need not round before.
+    """
+
+    def narrow(node: Node) -> Node:
+        if node.primitive.kind is not Kind.ARG_REDUCTION:
+            return node
+        wide = node.inputs[0]
+        if wide.primitive is not CAST or wide.value is not None or wide.dtype not in (float32, float64):
+            return node
+        given = wide.inputs[0]
+        stored = given.primitive.kind is Kind.CONTRACTION and given.value is None
+        if not stored or given.dtype not in HALF_PRECISION or not by_library(given, capabilities):
+            return node
+        return Node(node.primitive, (given,), node.attributes)
+
+    return rewrite(wanted, narrow)
 
 
 @dataclass(frozen=True)

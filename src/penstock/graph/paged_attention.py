@@ -212,7 +212,7 @@ def _step_shape(
     pages: Node,
     table: Node,
     positions: Node,
-    taken: Node,
+    slots: Node,
     counters: Node | None = None,
     *,
     part: str,
@@ -224,8 +224,8 @@ def _step_shape(
     assert query.shape[1] == 1
     assert key.shape == value.shape == (query.shape[0], 1, pages.shape[2], pages.shape[4])
     assert key.dtype == value.dtype == pages.dtype
-    assert taken.shape == (query.shape[0],)
-    assert taken.dtype == int32
+    assert slots.shape == (query.shape[0],)
+    assert slots.dtype == int32
     assert counters is None or counters.dtype == int32
     return shape if part == "result" else (pages.shape, pages.dtype)
 
@@ -237,13 +237,13 @@ def _step_reference(
     pages: Array,
     table: Array,
     positions: Array,
-    taken: Array,
+    slots: Array,
     *counters: Array,
     part: str,
     **attributes: float,
 ) -> Array:
     pages, page = pages.copy(), pages.shape[3]
-    for row in np.flatnonzero(taken):
+    for row in np.flatnonzero(slots >= 0):
         position = positions[row, 0]
         at_page = table[row, position // page], slice(None), position % page
         pages[0][at_page], pages[1][at_page] = key[row, 0], value[row, 0]
@@ -254,7 +254,7 @@ def _step_parts(node: Node, capabilities: Capabilities) -> Node | None:
     """The rows of keys and values are put, and then attended to."""
     if has_step_kernel(capabilities):
         return None
-    query, key, value, pages, table, positions, taken = node.inputs[:7]
+    query, key, value, pages, table, positions, slots = node.inputs[:7]
     _, count, heads, page, size = pages.shape
     rows, width = table.shape
     last = reshape(positions, (rows,))
@@ -265,7 +265,7 @@ def _step_parts(node: Node, capabilities: Capabilities) -> Node | None:
     base = expand(reshape(sequence(0, count * heads * page, 2, int32), (2, 1, 1)), shape)
     head = expand(reshape(sequence(0, page, heads, int32), (1, 1, heads)), shape)
     index = add(add(expand(reshape(place, (1, rows, 1)), shape), base), head)
-    puts = expand(reshape(greater(taken, like(taken, 0)), (1, rows, 1)), shape)
+    puts = expand(reshape(greater(slots, like(slots, -1)), (1, rows, 1)), shape)
     index = reshape(where(puts, index, like(index, -1)), (2 * rows * heads,))
     new = concat([reshape(side, (rows * heads, size)) for side in (key, value)], 0)
     new_pages = reshape(put_rows(reshape(pages, (pages.size // size, size)), new, index), pages.shape)
@@ -296,8 +296,9 @@ def paged_step(
 ) -> tuple[Node, Node]:
     """Attention of single queries after their keys and values were put into the pages; and these pages.
 
-    The inputs are queries, keys, values, pages, table, positions, and which rows put anything. There may be
-    zeros as the last, which a kernel counts with and leaves as zeros: then it combines splits by itself.
+    The inputs are queries, keys, values, pages, table, positions, and slots: negative ones of rows that put
+    nothing. There may be zeros as the last, which a kernel counts with and leaves as zeros: then it combines
+    splits by itself.
     """
     attributes = {"scale": scale, "window": window or 0, "softcap": softcap or 0.0}
     result, new_pages = (

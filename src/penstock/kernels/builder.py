@@ -305,10 +305,11 @@ class KernelBuilder:
         resident: int = 1,
         quick: bool = False,
         cluster: int = 1,
+        block: int = 0,
     ) -> KernelSource:
         """The kernel in the device's language."""
         kernel = self._kernel
-        kernel.cluster = cluster
+        kernel.cluster, kernel.block = cluster, block
         kernel.grid, kernel.group, kernel.resident, kernel.quick = grid, group, resident, quick
         return self._dialect.render(kernel, self.name)
 

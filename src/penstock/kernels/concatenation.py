@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from penstock.drivers.driver import Capabilities, Cost
 from penstock.kernels import ir
@@ -19,6 +18,7 @@ from penstock.kernels.dialects import dialect_of
 from penstock.kernels.dialects.dialect import Dialect
 from penstock.kernels.hazards import Range, Touched
 from penstock.kernels.source import MOST_PARAMETER_BYTES, KernelSource, digest, kernel_of
+from penstock.kernels.templates.launches import Partials
 
 _BUFFER_BYTES, _CONSTANT_BYTES = 12, 8  # of parameters: a pointer with its offset, and a constant
 _SMALL = 100_000  # items times operations; about as long as two launches
@@ -26,14 +26,6 @@ _MAX_PIECES = 64  # calls or loops of calls in a kernel, for the sake of compile
 _MAX_CALLS = 1024  # in a kernel
 _PERIODS = range(1, 5)  # how many calls may come in turn
 _SIZE_BYTES = 4  # of a size that is a parameter
-
-
-class Partials(NamedTuple):
-    """Partial results, of which a workgroup reads those that its own results are reduced from."""
-
-    results: int
-    parts: int  # of each
-    parts_first: bool  # whether the first parts of all results come before the second; else all of the first
 
 
 @dataclass(frozen=True)

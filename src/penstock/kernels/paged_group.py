@@ -30,7 +30,7 @@ def paged_group(group: Group, capabilities: Capabilities) -> Lowering:
     """
     parts = {node.attributes["part"]: at for at, node in enumerate(group.outputs)}
     node = group.outputs[0]
-    query, _, _, pages, table, positions, taken, *counters = node.inputs
+    query, _, _, pages, table, positions, slots, *counters = node.inputs
     sizes = sizes_of(query, pages, table, node.attributes, capabilities)
     kernel = Emitter(group, Variables({})).kernel
     counts = [node for node in counters if node.size >= sizes.units and sizes.stores_splits]
@@ -38,13 +38,13 @@ def paged_group(group: Group, capabilities: Capabilities) -> Lowering:
     results = [sizes.type] * 2 if sizes.stores_splits else [sizes.dtype]
     outputs = [*results, *[sizes.dtype] * (("pages" in parts) + len(counts))]
     k = KernelBuilder("step_over_pages", capabilities, outputs, kernel.inputs, kernel.scalars)
-    numbers = [group.inputs.index(base(operand)) for operand in (pages, table, positions, taken)]
-    *memories, flags = (k.inputs[number] for number in numbers)
+    numbers = [group.inputs.index(base(operand)) for operand in (pages, table, positions, slots)]
+    *memories, own_slots = (k.inputs[number] for number in numbers)
     target = k.outputs[len(results)] if "pages" in parts else None
     copies = target is not None and dialect_of(capabilities).most_steps(capabilities) == MANY_STEPS
     known = [group.inputs.index(base(counter)) for counter in counts]
     counter = k.inputs[known[0]] if known else None
-    step = _Operands(group, node, (*memories, flags), target, copies, counter)
+    step = _Operands(group, node, (*memories, own_slots), target, copies, counter)
     source = on_gpu(k, sizes, capabilities, memories, step)
     inputs = [len(group.outputs) + at for at in range(len(group.inputs))]
     first_scratch = len(group.outputs) + len(group.inputs)
@@ -85,17 +85,17 @@ class _Operands:
         copies: bool,
         counter: Memory | None,
     ) -> None:
-        """`memories` are those of pages, table, positions and flags; `copies`: `put` copies other rows.
+        """`memories` are those of pages, table, positions and slots; `copies`: `put` copies other rows.
 
         With a `counter`, the last workgroup of a unit combines its splits.
         """
         self._counter = counter
         self._group, self._node, self._target, self._copies = group, node, target, copies
-        self._pages, self._table, self._positions, self._flags = memories
+        self._pages, self._table, self._positions, self._slots = memories
 
     def wait(self, k: KernelBuilder) -> None:
         """See `Step`. Who writes pages meanwhile is the kernel itself, at positions that it does not read."""
-        k.wait_for_earlier((self._pages, self._table, self._positions, self._flags))
+        k.wait_for_earlier((self._pages, self._table, self._positions, self._slots))
 
     def begin(self, k: KernelBuilder, sizes: Sizes, unit: Unit, threads: int, padded: int) -> None:
         """See `Step`."""
@@ -155,7 +155,7 @@ class _Operands:
 
     def puts(self, k: KernelBuilder, unit: Unit) -> ir.Expr:
         """See `Step`."""
-        return k.select(k.load(self._flags, unit.row) > 0, 1, 0)
+        return k.select(k.load(self._slots, unit.row) >= 0, 1, 0)
 
     def pair(self, k: KernelBuilder, column: ir.Expr, width: int) -> tuple[ir.Var, ir.Var]:
         """See `Step`."""
@@ -207,7 +207,7 @@ class _Operands:
                 at = other * sizes.width + position // sizes.page
                 own = k.let("put_page", k.load_index(self._table, at, sizes.pages))
                 same = own.eq(page) & (position % sizes.page).eq(copied % sizes.page)
-                puts = k.load(self._flags, other) > 0
+                puts = k.load(self._slots, other) >= 0
                 k.assign(stays, k.select(same & puts, 0, stays))
             with k.when(stays.ne(0)), k.loop("copied_item", 0, sizes.size) as item:
                 place = k.let("copied_place", copied * sizes.size + item)

@@ -113,12 +113,11 @@ class PagedAttention(Attention):
         length: int,
         fresh: bool,
         context: int,
-        counters: Tensor | None = None,
     ) -> None:
         """The input has `length` positions, of which row b takes `counts[b]`, from `starts[b]` on.
 
         A sequence had at least `firsts[b]` positions when they were computed first. With `fresh`, all
-        sequences start here, and pages are only written. `counters` are zeros that kernels count with.
+        sequences start here, and pages are only written.
         """
         rows = starts.shape[0]
         own = arange(length, dtype=int32, device=starts.device)
@@ -137,7 +136,7 @@ class PagedAttention(Attention):
             end = minimum(maximum(last, 0), min(context, reach) - 1)
             self._last = Attention(end, maximum(firsts, end + 1))
             self._at = arange(rows, dtype=int32, device=starts.device) * length + maximum(counts - 1, 0)
-        self._inside, self._counts, self._counters = inside, counts, counters
+        self._inside = inside
         self._rows: dict[tuple[int, ...], Tensor] = {}
 
     def queries(self, layer: int) -> Attention:
@@ -164,11 +163,6 @@ class PagedAttention(Attention):
     ) -> Tensor:
         """Write the keys and values of a layer, and attend to all that its sequences have by now."""
         assert not dropout, "pages are for generation, in which nothing is dropped"
-        if key.shape[2] == 1 and not self._fresh:
-            given = (self._caches[layer], self._table, self.positions, self._counts)
-            mixed, pages = paged_step(query, key, value, *given, scale, window, softcap, self._counters)
-            self._caches[layer]._rebind(pages)
-            return mixed
         self._write(layer, key, value)
         queries = self.queries(layer)
         if self._fresh and queries is self:
@@ -198,3 +192,51 @@ class PagedAttention(Attention):
             index = where(reshape(self._inside, (1, rows, 1, length)), place + side + head, -1)
             self._rows[shape] = reshape(index, (2 * rows * heads * length,))
         return self._rows[shape]
+
+
+class StepAttention(Attention):
+    """Attention of a single new position of each sequence to its pages, and to that position itself.
+
+    The pages and their table are those of `PagedAttention`.
+    """
+
+    cached = True
+
+    def __init__(
+        self,
+        caches: list[Tensor],
+        table: Tensor,
+        starts: Tensor,
+        slots: Tensor,
+        context: int,
+        counters: Tensor,
+    ) -> None:
+        """Row b is at position `starts[b]`, unless `slots[b]` is negative: then it has no sequence.
+
+        `counters` are zeros that kernels count with.
+        """
+        positions = reshape(starts, (starts.shape[0], 1))
+        super().__init__(positions, positions + 1)
+        # Positions are in range; here for programs to see, so that they check nothing. What else is computed
+        # from positions does not wait until these are in memory.
+        reach = table.shape[1] * caches[0].shape[3]
+        self.places = minimum(maximum(positions, 0), min(context, reach) - 1)
+        self._caches, self._table, self._slots, self._counters = caches, table, slots, counters
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        dropout: float = 0.0,
+    ) -> Tensor:
+        """Write the key and value of each row, and attend to all that its sequence has by now."""
+        assert not dropout, "pages are for generation, in which nothing is dropped"
+        given = (self._caches[layer], self._table, self.places, self._slots)
+        mixed, pages = paged_step(query, key, value, *given, scale, window, softcap, self._counters)
+        self._caches[layer]._rebind(pages)
+        return mixed

@@ -20,7 +20,7 @@ from penstock.graph.node import leaf
 from penstock.graph.paged_attention import on_tensor_cores, reads_pages
 from penstock.lru import LRU
 from penstock.models.adjoining import adjoin
-from penstock.models.attending import PagedAttention
+from penstock.models.attending import PagedAttention, StepAttention
 from penstock.models.paging import PAGE, most_pages, pages_of
 from penstock.models.programs import Bucket, Programs, bucket, covering, jitted, weakly
 from penstock.models.sampling import Needs, Sampling, needs_of, numbers_of, sample
@@ -394,8 +394,7 @@ class Decoder:
         attention = PagedAttention(self._caches, table, starts, counts, firsts, length, fresh, self.context)
         features = self._network.run(self._in_vocabulary(ids), attention)
         last = reshape(features, (rows, features.shape[-1]))
-        ended = (last, where(ends > 0, slots, -1), starts + counts)
-        return self._chosen(*ended, True, numbers, seeds, needs)
+        return self._chosen(last, where(ends > 0, slots, -1), starts + counts, numbers, seeds, needs)
 
     def _take_token(
         self, slots: Tensor, table: Tensor, numbers: Tensor, seeds: Tensor, *, needs: Needs
@@ -404,14 +403,13 @@ class Decoder:
         rows = slots.shape[0]
         inside = reshape(slots >= 0, (rows, 1))
         state = where(inside, looked_up(self._state, maximum(slots, 0)), 0)
-        starts, counts = state[:, 1], astype(slots >= 0, int32)
         tokens = self._in_vocabulary(state[:, 0])
-        attention = PagedAttention(
-            self._caches, table, starts, counts, starts + 1, 1, False, self.context, self._counters
-        )
+        attention = StepAttention(self._caches, table, state[:, 1], slots, self.context, self._counters)
         features = self._network.run(reshape(tokens, (rows, 1)), attention)
         flat = reshape(features, (rows, features.shape[-1]))
-        return self._chosen(flat, slots, starts + 1, False, numbers, seeds, needs)
+        # Of the places, which kernels have in memory: nothing may read the state when it is written.
+        lengths = reshape(attention.places, (rows,)) + 1
+        return self._chosen(flat, slots, lengths, numbers, seeds, needs)
 
     def _in_vocabulary(self, ids: Tensor) -> Tensor:
         """Ids that are known to be in range, so that no program checks them, and the host no result of it."""
@@ -422,15 +420,11 @@ class Decoder:
         features: Tensor,
         slots: Tensor,
         lengths: Tensor,
-        begins: bool,
         numbers: Tensor,
         seeds: Tensor,
         needs: Needs,
     ) -> Others:
-        """Draw the next tokens, and note them for the slots that are not -1; what else was asked for.
-
-        `begins`: these are the first tokens, so that the state does not have the lengths of before.
-        """
+        """Draw the next tokens, and note them for the slots that are not -1; what else was asked for."""
         logits = self._network.logits(features)
         seen = None
         if needs.penalizes:
@@ -440,27 +434,24 @@ class Decoder:
         if needs.penalizes:
             index = where(slots >= 0, slots * self._vocab_size + ids, -1)
             self._seen._rebind(with_rows(self._seen, index, ones(ids.shape, dtype=bool_, device=ids.device)))
-        self._note(slots, ids, lengths if begins else None)
+        self._note(slots, ids, lengths)
         return drawn[1:]
 
-    def _note(self, slots: Tensor, ids: Tensor, lengths: Tensor | None) -> None:
+    def _note(self, slots: Tensor, ids: Tensor, lengths: Tensor) -> None:
         """Have the last tokens and the lengths of slots in the state, and the tokens in the mail.
 
-        `lengths`: those of rows; None if each has one position more than before. Then the state is written in
-        place, as every item depends on nothing else in it.
-        By comparing all slots: these are two small kernels, together with what computes the tokens.
+        By comparing all slots for each item: so neither waits for the other, and a launch writes both.
         """
         device = slots.device
-        same = reshape(arange(self.slots, dtype=int32, device=device), (self.slots, 1)) == slots
-        # Of each slot, -1 if it takes no part: neither tokens nor lengths are negative.
-        tokens = max_(where(same, ids, -1), axis=1, keepdims=True)
-        moved, state = self._state[:, 1:] + 1, self._state + 1
-        if lengths is not None:
-            moved = state = max_(where(same, lengths, -1), axis=1, keepdims=True)
-        here = arange(RECENT, dtype=int32, device=device) == moved % RECENT
-        self._mail._rebind(where(logical_and(tokens >= 0, here), tokens, self._mail))
-        is_token = arange(2, dtype=int32, device=device) == 0
-        self._state._rebind(where(tokens >= 0, where(is_token, tokens, state), self._state))
+        own = arange(self.slots, dtype=int32, device=device)
+        same = reshape(own, (self.slots, 1, 1)) == slots
+        place = reshape(arange(RECENT, dtype=int32, device=device), (RECENT, 1))
+        is_token = reshape(arange(2, dtype=int32, device=device), (2, 1)) == 0
+        # -1 where nothing is written: neither tokens nor lengths are negative.
+        mail = max_(where(logical_and(same, place == lengths % RECENT), ids, -1), axis=2)
+        state = max_(where(same, where(is_token, ids, lengths), -1), axis=2)
+        self._mail._rebind(where(mail >= 0, mail, self._mail))
+        self._state._rebind(where(state >= 0, state, self._state))
 
     def _see_row(self, slot: Tensor, row: Tensor) -> None:
         """Note all tokens of a sequence."""

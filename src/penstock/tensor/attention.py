@@ -67,7 +67,7 @@ def paged_step(
     pages: Tensor,
     table: Tensor,
     positions: Tensor,
-    taken: Tensor,
+    slots: Tensor,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
@@ -75,12 +75,12 @@ def paged_step(
 ) -> tuple[Tensor, Tensor]:
     """Put the keys and values of single positions into pages, and attend; the pages after that too.
 
-    Queries, keys and values are (rows, heads, 1, head size), and the result too. With `counters`, zeros, a
-    kernel may combine the splits of long sequences by itself.
+    Queries, keys and values are (rows, heads, 1, head size), and the result too. Rows with a negative slot
+    put nothing. With `counters`, zeros, a kernel may combine the splits of long sequences by itself.
     """
     _check(query, key, value, pages)
     single = [permute_dims(operand, (0, 2, 1, 3)) for operand in (query, key, value)]
-    given = [*single, pages, table, positions, taken, *([] if counters is None else [counters])]
+    given = [*single, pages, table, positions, slots, *([] if counters is None else [counters])]
     result, new = paging.paged_step([tensor._node for tensor in given], scale, window, softcap)
     return permute_dims(record(result, *given), (0, 2, 1, 3)), record(new, *given)
 

@@ -30,7 +30,7 @@ class _Template:
 
 _TEMPLATES = {
     Kind.SCAN: _Template(scan),
-    Kind.ARG_REDUCTION: _Template(extreme),
+    Kind.ARG_REDUCTION: _Template(extreme, half_precision=True),
     Kind.SORT: _Template(sort, reads_words=True),
     Kind.SCATTER: _Template(scatter, half_precision=True),
     Kind.PAGED_ATTENTION: _Template(paged_attention, half_precision=True),

@@ -19,6 +19,7 @@ from penstock.kernels.templates.launches import (
     SHORT_ROW,
     Launch,
     Lowering,
+    Partials,
     Tasks,
     along,
     group_size,
@@ -64,6 +65,11 @@ class _Extreme:
     def floats(self) -> bool:
         """Whether there may be NaNs."""
         return "float" in self.dtype
+
+    @property
+    def loaded(self) -> str:
+        """The dtype of an item that was loaded."""
+        return "float32" if self.dtype in ir.HALF_PRECISION else self.dtype
 
     @property
     def reduction(self) -> str:
@@ -126,7 +132,7 @@ def _in_parts(kind: _Extreme, capabilities: Capabilities, parts: int) -> Lowerin
     parts = -(-kind.length // share)
     compared = group_size(2 * parts - 1, capabilities)
     threads = max(group_size(max(share // _EACH, 32), capabilities), compared)  # so that the last can compare
-    k = KernelBuilder("extreme_of_part", capabilities, [kind.dtype, "int32"], [kind.dtype])
+    k = KernelBuilder("extreme_of_part", capabilities, [kind.loaded, "int32"], [kind.dtype])
     begin = k.let("begin", k.group() // parts * kind.length)
     start = k.let("start", k.group() % parts * share)
     stop = k.let("stop", k.call("minimum", start + share, kind.length))
@@ -134,17 +140,19 @@ def _in_parts(kind: _Extreme, capabilities: Capabilities, parts: int) -> Lowerin
     with k.when(k.thread.eq(0)):
         k.store(k.outputs[0], k.group(), best)
         k.store(k.outputs[1], k.group(), best_index)
-    of_parts = k.source((kind.outer * parts,), (threads,))
-    k = KernelBuilder("extreme_of_parts", capabilities, ["int64"], [kind.dtype, "int32"])
+    of_parts = k.source((kind.outer * parts,), (threads,), block=1)
+    k = KernelBuilder("extreme_of_parts", capabilities, ["int64"], [kind.loaded, "int32"])
     place = k.let("place", k.group() * parts + k.call("minimum", k.thread, parts - 1))
     best = k.variable("best", k.load(k.inputs[0], place))
     best_index = k.variable("best_index", k.load(k.inputs[1], place))
     _compare(kind, k, best, best_index, compared)
     with k.when(k.thread.eq(0)):
         k.store(k.outputs[0], k.group(), best_index)
-    joined = k.source((kind.outer,), (compared,))
-    scratch = (kind.outer * parts * item_size(kind.dtype), kind.outer * parts * 4)
-    return Lowering((Launch(of_parts, (2, 3, 1)), Launch(joined, (0, 2, 3), operations=0)), scratch)
+    joined = k.source((kind.outer,), (compared,), block=1)
+    scratch = (kind.outer * parts * item_size(kind.loaded), kind.outer * parts * 4)
+    own = Partials(kind.outer, parts, parts_first=False)
+    last = Launch(joined, (0, 2, 3), operations=0, reads_own=own)
+    return Lowering((Launch(of_parts, (2, 3, 1)), last), scratch)
 
 
 def _best(
@@ -163,7 +171,7 @@ def _best(
 
 def _compare(kind: _Extreme, k: KernelBuilder, best: Var, best_index: Var, threads: int) -> None:
     """Give the first thread the extreme of all threads, the first if there are several."""
-    bests, indices = k.shared("bests", kind.dtype, threads), k.shared("indices", "int32", threads)
+    bests, indices = k.shared("bests", kind.loaded, threads), k.shared("indices", "int32", threads)
     k.store(bests, k.thread, best)
     k.store(indices, k.thread, best_index)
     apart = k.variable("apart", threads // 2)
@@ -288,7 +296,7 @@ def _columns_on_cpu(kind: _Extreme, capabilities: Capabilities) -> KernelSource:
         start = k.let("start", task % parts * width)
         count = k.let("count", k.call("minimum", inner - start, width))
         begin = k.let("begin", task // parts * (length * inner) + start)
-        bests, indices = k.registers("bests", kind.dtype, width), k.registers("indices", "int32", width)
+        bests, indices = k.registers("bests", kind.loaded, width), k.registers("indices", "int32", width)
         with k.loop("j", 0, count) as j:
             k.store(bests, j, k.load(x, begin + j))
             k.store(indices, j, 0)

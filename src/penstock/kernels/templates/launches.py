@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from penstock.drivers.driver import Capabilities, Cost
 from penstock.graph.node import Shape
@@ -23,6 +24,14 @@ SHORT_ROW = 64  # items; up to here a thread of a GPU has a row to itself
 MOST_THREADS = 1024  # of a workgroup whose threads work together
 
 
+class Partials(NamedTuple):
+    """Partial results, of which a workgroup reads those that its own results are reduced from."""
+
+    results: int
+    parts: int  # of each
+    parts_first: bool  # whether the first parts of all results come before the second; else all of the first
+
+
 @dataclass(frozen=True)
 class Launch:
     """A launch: its kernel, and the indices of its buffers in [*outputs, *inputs, *scratch]."""
@@ -31,6 +40,7 @@ class Launch:
     buffers: tuple[int, ...]
     scalars: tuple[int, ...] = ()
     operations: int | None = None  # arithmetic; None: an equal share of those of the group's nodes
+    reads_own: Partials | None = None  # if its workgroups read those of their own results only
 
 
 @dataclass(frozen=True)
