@@ -466,8 +466,8 @@ def test_nvrtc_takes_a_step_in_clusters(rows: int, size: int, window: int | None
     lowering = step_on_hopper((32, 8, size), rows, 2048, window, cap)
     (source,) = (launch.source for launch in lowering.launches)
     text = whole_text([source], "cuda")
-    assert "COMES_LAST" not in text
-    assert ("CLUSTER_LOAD" in text) == (rows < 32), "32 rows keep all of a device busy without splits"
+    assert ("COMES_LAST" in text) == (rows == 8), "two workgroups of a compute unit are in no clusters"
+    assert ("CLUSTER_LOAD" in text) == (rows == 1), "32 rows keep all of a device busy without splits"
     assert compile_text(text, "sm_90").startswith(b"\x7fELF")
 
 
@@ -480,13 +480,14 @@ def test_which_steps_are_combined_in_clusters() -> None:
 
     llama = 32, 8, 64
     assert grid_and_cluster(llama, 1, 2048) == (64, 8)
-    assert grid_and_cluster(llama, 8, 2048) == (256, 4), "all run at once"
+    assert grid_and_cluster(llama, 2, 2048) == (128, 8), "each has a compute unit for itself"
+    assert grid_and_cluster(llama, 8, 2048) == (256, 1), "each shares a compute unit"
     assert grid_and_cluster(llama, 32, 2048) == (256, 1), "there is nothing to combine"
     assert grid_and_cluster(llama, 1, 512) == (32, 4), "each warp has a tile of positions"
     assert grid_and_cluster(llama, 1, 8192) == (64, 8)
     assert grid_and_cluster(llama, 1, 32768) == (264, 1), "more workgroups read faster"
     assert grid_and_cluster(llama, 1, 32768, 1000) == (32, 4), "a window is short"
-    assert grid_and_cluster(llama, 4, 32768) == (256, 8), "more workgroups would not run at once"
+    assert grid_and_cluster(llama, 2, 8192) == (128, 8)
 
 
 @pytest.mark.parametrize("tensor_cores", [False, True])
