@@ -153,7 +153,7 @@ def test_a_sequence_depends_on_its_seed_and_not_on_the_batch(model: LanguageMode
     assert alone[0] != model.generate(prompts[0], 15, seed=10, temperature=1.3).ids
     several = model.generate([[1, 2]] * 4, 15, seed=3, temperature=1.3)
     assert len({tuple(each.ids) for each in several}) == 4, "successive seeds"
-    assert several[0].ids == model.generate([1, 2], 15, seed=3, temperature=1.3).ids
+    assert several[0].ids == model.generate([1, 2], 15, seed=np.int64(3), temperature=1.3).ids
 
 
 # Prompts, stops and streams
@@ -258,12 +258,13 @@ def test_generation_config_is_the_default(model: LanguageModel) -> None:
 
 def test_settings_of_generation_that_are_not_followed_are_named(model: LanguageModel, tmp_path: Path) -> None:
     harmless = {"no_repeat_ngram_size": 0, "num_beams": 1, "suppress_tokens": None, "max_length": 20}
+    harmless |= {"token_healing": False, "penalty_alpha": None}
     model.generation_config = harmless
     model.save(tmp_path / "plain")
     ps.models.load(tmp_path / "plain")  # without a warning
-    model.generation_config = {**harmless, "no_repeat_ngram_size": 3, "suppress_tokens": [7]}
+    model.generation_config = {**harmless, "no_repeat_ngram_size": 3, "suppress_tokens": [7], "top_h": 0.5}
     model.save(tmp_path / "other")
-    message = "not follow suppress_tokens, no_repeat_ngram_size of"
+    message = "not follow suppress_tokens, top_h, no_repeat_ngram_size of"
     with pytest.warns(ps.errors.PenstockWarning, match=message) as warned:
         ps.models.load(tmp_path / "other")
     assert warned[0].filename == __file__  # the line that loads
@@ -284,6 +285,8 @@ def test_settings_of_generation_that_are_not_followed_are_named(model: LanguageM
         ([1], {"min_p": 2.0}, r"min_p is in \[0, 1\], and 2.0"),
         ([1], {"repetition_penalty": 0.0}, "a repetition_penalty is more than 0"),
         ([1], {"seed": [1, 2]}, "as many as prompts, 1"),
+        ([1], {"seed": 1.5}, "a seed is an integer of 0 or more"),
+        ([1], {"top_k": 2.5}, "top_k is an integer of 1 or more, and 2.5"),
         ([1], {"max_tokens": 2.5}, "max_tokens is an integer of 0 or more, and 2.5 was given"),
         ([1], {"stop_tokens": "</s>"}, "stop tokens are token ids, and '</s>' was given"),
         ([1], {"temperature": "hot"}, "temperature is a number, and 'hot' was given"),
@@ -456,6 +459,10 @@ def test_stop_strings_end_the_text_before_them(talking: LanguageModel) -> None:
     assert (result.text, result.finish_reason) == ("bcde", "stop")
     pieces = list(talking.stream("a", 20, temperature=0, stop="fab"))
     assert [piece.text for piece in pieces] == ["b", "c", "d", "e", "", "", ""], "nothing of a stop is shown"
+    talking.generation_config = {"stop_strings": "de"}
+    assert talking.generate("a", 6, temperature=0).text == "bc"
+    assert talking.generate("a", 6, temperature=0, stop=[]).text == "bcdefa", "none, if so asked"
+    talking.generation_config = {}
     unfinished = talking.generate("a", 6, temperature=0, stop=["fabulous"])
     assert (unfinished.text, unfinished.finish_reason) == ("bcdefa", "length")
 
@@ -515,6 +522,21 @@ def test_damaged_settings_of_a_tokenizer_are_named(damaged: Any, tmp_path: Path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(damaged))
     with pytest.raises(CheckpointError, match=r"json is an object, not \[1\]|chat_template is a text, not"):
         ps.models.load(tmp_path, device="host")
+
+
+def test_a_chat_template_finds_what_transformers_gives_it() -> None:
+    def text(template: str) -> str:
+        tokenizer = TextTokenizer(byte_level(), template=template)
+        return tokenizer.decode(tokenizer.chat([{"role": "assistant", "content": "é<"}]))
+
+    answers = "{% for m in messages %}{%- generation -%} {{ m.content }} {%- endgeneration %}!{% endfor %}"
+    assert text(answers) == "é<!"
+    assert text("{% if tools is not none or documents is not none %}tools{% endif %}.") == "."
+    assert (
+        text("{{ messages[0] | tojson(ensure_ascii=true) }}")
+        == r'{"role": "assistant", "content": "\u00e9<"}'
+    )
+    assert text("{{ messages[0].content | tojson }}") == '"é<"'
 
 
 def test_a_chat_template_may_fail_in_any_way() -> None:

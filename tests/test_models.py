@@ -202,6 +202,17 @@ def test_a_model_from_a_configuration_trains() -> None:
         ("qwen2", {"model_type": "llama"}, "has weights that the family llama does not: model.layers.0"),
         ("gemma3", {"layer_types": ["full_attention"]}, "layer_types is a list of 3 times"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is false, not True"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor has to be 1.0, not 0.5"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "has rope_scaling and rope_parameters, which say other things",
+        ),
+        (
+            "llama",
+            {"tie_word_embeddings": True, "attention_bias": True, "architectures": ["LlamaForTokens"]},
+            "q_proj.bias; by config.json it is a 'LlamaForTokens', not a LlamaForCausalLM",
+        ),
     ],
     ids=str,
 )
@@ -241,6 +252,21 @@ def test_one_magnitude_of_yarn_alone_says_nothing(key: str) -> None:
     assert alone == built("llama-yarn").sizes.rotaries, "as in transformers"
 
 
+def test_rotary_positions_say_what_they_are_in_any_of_their_places() -> None:
+    yarn = cases.CONFIGS["llama-yarn"]["rope_scaling"]
+    wanted = built("llama-yarn", rope_theta=500.0).sizes.rotaries
+    assert wanted == built("llama", "rope_theta", rope_scaling=yarn | {"rope_theta": 500.0}).sizes.rotaries
+    assert (
+        wanted
+        == built("llama", rope_parameters=yarn | {"rope_theta": 500.0}, rope_scaling=yarn).sizes.rotaries
+    )
+    length = "original_max_position_embeddings"
+    short = {key: value for key, value in yarn.items() if key != length}
+    for scaling in (short, yarn | {length: 128}):  # the key beside them comes first, as in transformers
+        change = {"rope_theta": 500.0, "rope_scaling": scaling, length: 32, "partial_rotary_factor": None}
+        assert wanted == built("llama", **change).sizes.rotaries
+
+
 def test_files_that_are_broken_are_named(tmp_path: Path) -> None:
     shapes = about("llama")["shapes"]
     with pytest.raises(CheckpointError, match=r"config.json cannot be read"):
@@ -259,13 +285,41 @@ def test_files_that_are_broken_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"index.json cannot be read"):
         ps.models.load(folder)
     (folder / "model.safetensors.index.json").unlink()
-    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read"):
+    with pytest.raises(
+        CheckpointError, match=r"has no model.safetensors and .*; it has part-0.safetensors, part"
+    ):
         ps.models.load(folder)
     cases.write_folder(tmp_path, "llama", shapes)
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read"):
         ps.models.load(folder)
+
+
+def test_a_weight_is_taken_from_the_file_that_the_index_names(loaded: Load, tmp_path: Path) -> None:
+    folder = cases.write_folder(tmp_path, "llama", about("llama")["shapes"], shards=2)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    older = load_file(folder / "part-1.safetensors")
+    older |= {name: 0 * array for name, array in load_file(folder / "part-0.safetensors").items()}
+    assert set(older) == set(index["weight_map"])
+    save_file(older, folder / "part-1.safetensors")
+    check_logits(ps.models.load(folder, device="host"), "llama")
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.bool_])
+def test_weights_that_are_no_floats_are_refused(dtype: Any, tmp_path: Path) -> None:
+    folder = cases.write_folder(tmp_path, "llama", about("llama")["shapes"])
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].astype(dtype)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lm_head.weight is '(I8|BOOL)', and weights are F64, F32"):
+        ps.models.load(folder, device="host")
+
+
+def test_a_folder_of_adapters_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="holds adapters: load their model, with adapter="):
+        ps.models.load(tmp_path)
 
 
 def test_a_head_beside_a_tied_embedding_has_to_be_a_copy(tmp_path: Path) -> None:

@@ -59,8 +59,8 @@ class Sampling:
                 raise ValueError(f"{name} is a number, and {value!r} was given")
         if not self.temperature >= 0:
             raise ValueError(f"a temperature is 0 or more, and {self.temperature} was given")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k is 1 or more, and {self.top_k} was given")
+        if self.top_k is not None and not (self.top_k >= 1 and float(self.top_k).is_integer()):
+            raise ValueError(f"top_k is an integer of 1 or more, and {self.top_k} was given")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is in (0, 1], and {self.top_p} was given")
         if self.min_p is not None and not 0 <= self.min_p <= 1:

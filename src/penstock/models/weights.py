@@ -41,6 +41,7 @@ _DTYPES: dict[str, npt.DTypeLike] = {
     "BOOL": np.bool_,
 }
 _NAMES = {str(np.dtype(dtype)): name for name, dtype in _DTYPES.items()}
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # names of files that may hold weights
 _WORD = struct.Struct("<Q")  # the length of the header
 
 
@@ -74,6 +75,8 @@ class StoredTensor:
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of a folder by name: in `model.safetensors`, or in the files of an index."""
     if not (folder / INDEX).is_file():
+        if not (folder / SINGLE).exists():
+            raise CheckpointError(f"{folder} has no {SINGLE} and no {INDEX}{_others(folder)}")
         return dict(tensors_in(folder / SINGLE))
     try:
         places = parse_json(read_text(folder / INDEX))["weight_map"]
@@ -85,13 +88,22 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(f"{folder / INDEX} names files outside of its folder: {shown(files)}")
     result: dict[str, StoredTensor] = {}
     for file in files:
-        result |= tensors_in(folder / file)
+        # Another file may have an older tensor of the same name.
+        result |= {
+            name: tensor for name, tensor in tensors_in(folder / file) if places.get(name, file) == file
+        }
     missing = sorted(set(places) - set(result))
     if missing:
         raise CheckpointError(
             f"{folder / INDEX} lists {missing[0]}, which {places[missing[0]]} does not have"
         )
     return result
+
+
+def _others(folder: Path) -> str:
+    """What a message says of files that may hold the weights in another way."""
+    names = sorted(path.name for path in folder.glob("*") if path.suffix in _WEIGHTS)
+    return f"; it has {', '.join(names[:3])}" if names else ""
 
 
 def tensors_in(path: Path) -> Iterator[tuple[str, StoredTensor]]:
