@@ -59,6 +59,12 @@ def test_the_coldest_draw_takes_the_likeliest(temperature: float) -> None:
     assert set(drawn(logits, Sampling(temperature=temperature), 8)) == {2}
 
 
+@pytest.mark.parametrize("temperature", [1e39, np.inf])
+def test_the_hottest_draw_takes_any(temperature: float) -> None:
+    logits = np.array([-300.0, -2.5, 400.0, 399.99, -1.0])
+    assert set(drawn(logits, Sampling(temperature=temperature), 99)) == {0, 1, 2, 3, 4}
+
+
 def probabilities(logits: np.ndarray, setting: Sampling) -> np.ndarray:
     """By the definitions: temperature, then top_k, then top_p, then min_p."""
     scaled = logits / setting.temperature
@@ -286,6 +292,8 @@ def test_settings_of_generation_that_are_not_followed_are_named(model: LanguageM
         ([1], {"repetition_penalty": 0.0}, "a repetition_penalty is more than 0"),
         ([1], {"seed": [1, 2]}, "as many as prompts, 1"),
         ([1], {"seed": 1.5}, "a seed is an integer of 0 or more"),
+        ([1], {"top_logprobs": 2.5}, "top_logprobs is 0 to 20, and 2.5"),
+        ([1], {"repetition_penalty": np.inf}, "a repetition_penalty is more than 0, and inf"),
         ([1], {"top_k": 2.5}, "top_k is an integer of 1 or more, and 2.5"),
         ([1], {"max_tokens": 2.5}, "max_tokens is an integer of 0 or more, and 2.5 was given"),
         ([1], {"stop_tokens": "</s>"}, "stop tokens are token ids, and '</s>' was given"),

@@ -165,6 +165,14 @@ def test_weights_have_the_dtype_of_the_files_or_another(loaded: Load, tmp_path: 
     assert len(again.generate([3, 4], 5, temperature=0).ids) == 5
 
 
+def test_weights_are_loaded_as_floats_alone(tmp_path: Path) -> None:
+    cases.write_folder(tmp_path, "llama", about("llama")["shapes"])
+    with pytest.raises(
+        ValueError, match=r"weights are floats, and int8 was given; ps.quantize makes integers"
+    ):
+        ps.models.load(tmp_path, device="host", dtype="int8")
+
+
 def test_a_model_from_a_configuration_trains() -> None:
     ps.random.manual_seed(0)
     model = ps.models.build({**cases.LLAMA, "max_position_embeddings": 16}, device="host")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import warnings
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from penstock.errors import PenstockWarning
 from penstock.models.decoders import Decoders
 from penstock.models.paging import pages_of, token_array
 from penstock.models.programs import bucket
@@ -161,4 +163,10 @@ def prompt_ids(model: LanguageModel, prompt: Prompt) -> array[int]:
     if not ids or np.frombuffer(ids, np.uint32).max() >= model.vocab_size:
         most = model.vocab_size - 1
         raise ValueError(f"a prompt has token ids from 0 to {most}, and {given[:8]} was given")
+    if len(ids) > model.context:
+        warnings.warn(
+            f"a prompt has {len(ids)} tokens, and the model reads the last {model.context} of them",
+            PenstockWarning,
+            stacklevel=2,
+        )
     return ids

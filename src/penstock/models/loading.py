@@ -89,6 +89,8 @@ def load(
         model = load_run(path, device)
         return _adapted(model if dtype is None else model.to(checked(dtype)), path, adapter)
     wanted = None if dtype is None else checked(dtype)
+    if wanted is not None and wanted.kind != "f":
+        raise ValueError(f"weights are floats, and {wanted} was given; ps.quantize makes integers of them")
     stored: Mapping[str, Stored]
     if path.suffix == ".gguf":
         config, stored = read_gguf(path, wanted)

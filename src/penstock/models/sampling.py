@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +32,7 @@ from penstock.tensor.searching import sort
 MOST_TOP = 20  # likeliest tokens whose log-probabilities can be asked for, as in OpenAI's interface
 _ALL = 1 << 30  # top_k of those that have none
 _COLDEST = 1e-30  # logits divided by a lower temperature would be infinite; it takes the likeliest as well
+_HOTTEST = 1e30  # logits divided by it are all the same
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,9 @@ class Sampling:
             raise ValueError(f"top_p is in (0, 1], and {self.top_p} was given")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p is in [0, 1], and {self.min_p} was given")
-        if not self.repetition_penalty > 0:
+        if not 0 < self.repetition_penalty < math.inf:
             raise ValueError(f"a repetition_penalty is more than 0, and {self.repetition_penalty} was given")
-        if not 0 <= self.top_logprobs <= MOST_TOP:
+        if not isinstance(self.top_logprobs, Integral) or not 0 <= self.top_logprobs <= MOST_TOP:
             raise ValueError(f"top_logprobs is 0 to {MOST_TOP}, and {self.top_logprobs} was given")
 
 
@@ -113,7 +114,7 @@ def numbers_of(settings: Sequence[Sampling], rows: int = 0) -> npt.NDArray[np.fl
     """
     numbers = [
         (
-            max(setting.temperature, _COLDEST) if setting.temperature else 0.0,
+            min(max(setting.temperature, _COLDEST), _HOTTEST) if setting.temperature else 0.0,
             float(min(setting.top_k or _ALL, _ALL)),
             setting.top_p or 1.0,
             math.log(setting.min_p) if setting.min_p else -math.inf,

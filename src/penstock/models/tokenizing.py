@@ -53,6 +53,10 @@ class TextTokenizer:
         given = ids if isinstance(ids, list) else np.asarray(ids, np.int64).ravel().tolist()
         return self._model.decode(given, skip_special_tokens=True)
 
+    def name(self, token: int) -> str:
+        """The text of a single id; that of a special token, too."""
+        return self._model.decode([token], skip_special_tokens=False)
+
     def stream(self) -> TextStream:
         """Decodes ids as they come."""
         return TextStream(self)
