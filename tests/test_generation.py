@@ -462,6 +462,17 @@ def test_text_in_and_text_out(talking: LanguageModel) -> None:
     assert [each.text for each in several] == ["bcd", "fab"]
 
 
+def test_ids_that_the_tokenizer_does_not_have_are_without_text(talking: LanguageModel) -> None:
+    assert isinstance(talking.tokenizer, TextTokenizer)
+    *prompt, last = talking.tokenizer.encode("abcd", special=False)
+    talking.tokenizer = ps.data.ByteTokenizer()  # 256 ids, and the model has two more
+    head = talking.head_weight.numpy().copy()
+    head[257], head[last] = head[last], 0
+    talking.load_state_dict(talking.state_dict() | {"lm_head.weight": head})
+    result = talking.generate(prompt, 1, temperature=0)
+    assert (result.ids, result.text) == ([257], "")
+
+
 def test_stop_strings_end_the_text_before_them(talking: LanguageModel) -> None:
     result = talking.generate("a", 20, temperature=0, stop=["fab", "zz"])
     assert (result.text, result.finish_reason) == ("bcde", "stop")
@@ -481,7 +492,7 @@ def test_what_may_be_the_beginning_of_a_stop_string_is_held_back_and_no_more(
     text: str, stop: list[str]
 ) -> None:
     tokenizer = TextTokenizer(byte_level())
-    model: Any = SimpleNamespace(tokenizer=tokenizer)
+    model: Any = SimpleNamespace(tokenizer=tokenizer, vocab_size=256)
     sequence = TokenSequence(model, 0, [0], Wanted(20, Sampling(), stop=stop))
     shown = ""
     for count, token in enumerate(tokenizer.encode(text), 1):
