@@ -393,6 +393,21 @@ def test_a_model_that_generated_is_freed_at_once() -> None:
         gc.enable()
 
 
+def test_what_is_replaced_in_a_model_that_generated_is_used() -> None:
+    ps.random.manual_seed(4)
+    model: Any = ps.models.build({**SIZES, "initializer_range": 0.5}, device="host")
+    model.generate([2, 3], 6, temperature=0)
+    idle = model._decoders._idle
+    model.generate([2, 3], 6, temperature=0)
+    assert model._decoders._idle is idle, "nothing was replaced"
+    before = model.generate([2, 3], 6, temperature=0).ids
+    model.lm_head.weight = ps.nn.Parameter(-model.lm_head.weight.detach())
+    assert model.generate([2, 3], 6, temperature=0).ids == by_whole_model(model, [2, 3], 6) != before
+    other: Any = ps.models.build({**SIZES, "initializer_range": 0.5}, device="host")
+    model.layers[0] = other.layers[0]
+    assert model.generate([2, 3], 6, temperature=0).ids == by_whole_model(model, [2, 3], 6)
+
+
 # Text
 
 
