@@ -452,6 +452,17 @@ def test_streamed_text_is_the_whole_text(make: Any, text: str) -> None:
     assert tokenizer.decode(ids).strip() == text.strip()
 
 
+@pytest.mark.parametrize("prompt", ["hello", "hello ", "é", ""])
+def test_a_prompt_and_what_follows_are_the_text_of_all_ids(prompt: str) -> None:
+    tokenizer = TextTokenizer(sentence_pieces())
+    model: Any = SimpleNamespace(tokenizer=tokenizer, vocab_size=tokenizer.vocab_size)
+    before, after = tokenizer.encode(prompt), tokenizer.encode("hello world")
+    sequence = TokenSequence(model, 0, before, Wanted(len(after), Sampling()))
+    text = "".join(sequence.push(token).text for token in after)
+    assert tokenizer.decode(before) + text == tokenizer.decode([*before, *after])
+    assert text == (" hello world" if before else "hello world")
+
+
 @pytest.fixture
 def talking() -> LanguageModel:
     """A model with a tokenizer, which is wound up to repeat "abcdef" for ever."""

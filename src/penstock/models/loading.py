@@ -202,8 +202,9 @@ def _check_dtype(folder: Path, name: str, tensor: Tensor, source: Stored) -> Non
 def _of_a_class(kind: Family, settings: Settings) -> str:
     """What a message says of files that are of another class of transformers."""
     named = settings.values.get("architectures")
-    other = isinstance(named, list) and named and kind.architecture not in named
-    return f"; by config.json it is a {shown(named[0])}, not a {kind.architecture}" if other else ""
+    if not isinstance(named, list) or not named or kind.architecture in named:
+        return ""
+    return f"; by config.json it is a {shown(named[0])}, not a {kind.architecture}"
 
 
 def _common_dtype(

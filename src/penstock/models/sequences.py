@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from penstock.models.model import LanguageModel
 
 
+_BEFORE = 8  # ids of a prompt, which tell whether there is a space before what follows
+
+
 class Piece(NamedTuple):
     """A token as it is generated. The text is what it completes, and may be empty."""
 
@@ -75,6 +78,8 @@ class TokenSequence:
         self.finish_reason: str | None = None
         self._stop, self._stop_tokens = wanted.stop, wanted.stop_tokens
         self._decoder = None if model.tokenizer is None else model.tokenizer.stream()
+        if isinstance(self._decoder, TextStream):
+            self._decoder.follow(prompt[-_BEFORE:])
         self._textless = model.vocab_size  # the first id that has no text: a model may have more ids
         if isinstance(self._decoder, StreamDecoder) and model.tokenizer is not None:
             self._textless = model.tokenizer.vocab_size

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -148,7 +148,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     class Answers(Extension):
         """Takes the tags around answers, `{% generation %}`, which say what to train on, and nothing here."""
 
-        tags: ClassVar = {"generation"}
+        tags = {"generation"}  # noqa: RUF012 - as the base class has it
 
         def parse(self, parser: Parser) -> list[Node]:
             next(parser.stream)
