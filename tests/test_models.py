@@ -199,7 +199,7 @@ def test_a_model_from_a_configuration_trains() -> None:
         ("llama", {"hidden_size": 64}, r"embed_tokens.weight has the shape \(61, 32\), and \(61, 64\)"),
         ("llama", {"num_hidden_layers": 3}, "the number of layers is 2, and 3 by config.json"),
         ("llama", {"num_key_value_heads": 3}, "num_key_value_heads is a divisor of 4"),
-        ("llama", {"hidden_act": "relu9"}, "hidden_act is one of silu, gelu"),
+        ("llama", {"hidden_act": "relu9"}, "hidden_act is one of silu, swish, gelu"),
         ("llama", {"rms_norm_eps": "x"}, "rms_norm_eps is a number, not 'x'"),
         ("llama", {"rope_scaling": {"rope_type": "odd"}}, "rope_type is one of default, linear"),
         ("llama", {"rope_scaling": {"rope_type": "linear"}}, "rope_scaling lacks factor"),
@@ -253,6 +253,11 @@ def test_a_configuration_without_a_key_means_what_transformers_has_by_default() 
     assert without == built("gemma3", rope_theta=1e6, rope_local_base_freq=1e4).sizes.rotaries
     assert built("mistral", "sliding_window").sizes.windows == (4096, 4096)
     assert built("mistral", sliding_window=None).sizes.windows == (None, None)
+    assert built("qwen2-window", sliding_window=None).sizes.windows == (None, None)
+    assert built("qwen3", "head_dim").sizes.head_size == 128
+    for case, half in (("qwen3", 64), ("gemma2", 128)):
+        assert len(built(case, "head_dim").sizes.rotaries[0].frequencies) == half
+    assert built("llama", hidden_act="swish").sizes.activation is built("llama").sizes.activation
 
 
 @pytest.mark.parametrize("key", ["mscale", "mscale_all_dim"])
