@@ -124,6 +124,14 @@ def test_the_command_compares_a_quantized_model(folder: Path, tmp_path: Path) ->
     assert result == f"the{model.generate('the', 5, temperature=0).text}\n"
 
 
+def test_the_command_says_what_it_could_not_read(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9 and more text")
+    words = ("eval", str(folder), "--data", str(tmp_path / "a.txt"), "--device", "host")
+    assert "not UTF-8, and replaced by U+FFFD: 1 places" in penstock(*words).stderr
+    (tmp_path / "a.txt").write_text("some text")
+    assert penstock(*words).stderr == ""
+
+
 def test_a_quantized_model_is_not_quantized_again(folder: Path, tmp_path: Path) -> None:
     ps.quantize(ps.models.load(folder, device="host"), "int8").save(tmp_path / "int8")
     (tmp_path / "text.txt").write_text("the quick brown fox")

@@ -52,7 +52,10 @@ def evaluate(
     if tokenizer is None:
         raise SettingError(f"{model} has no tokenizer.json, which reading text needs")
     console, progress = Console(), Console(stderr=True)
-    text = find_text(data).read()
+    files = find_text(data)
+    text = files.read()
+    if files.skipped or files.replaced:
+        say(progress, files.summary())
     with phase(progress, "tokenizing"):
         ids = tokenizer.encode(text)
     results: dict[str, Evaluation] = {}
