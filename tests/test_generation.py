@@ -25,6 +25,7 @@ from penstock.models import LanguageModel, Sampling, TextTokenizer, scheduling
 from penstock.models.decoders import PAGE, Decoder
 from penstock.models.sampling import needs_of, numbers_of, sample, seed_words
 from penstock.models.sequences import TokenSequence, Wanted
+from penstock.train.loading import stream_text
 
 SIZES = {**cases.LLAMA, "vocab_size": 40, "num_hidden_layers": 1, "max_position_embeddings": 128}
 
@@ -461,6 +462,19 @@ def test_a_prompt_and_what_follows_are_the_text_of_all_ids(prompt: str) -> None:
     text = "".join(sequence.push(token).text for token in after)
     assert tokenizer.decode(before) + text == tokenizer.decode([*before, *after])
     assert text == (" hello world" if before else "hello world")
+
+
+def test_samples_of_a_run_keep_the_space_before_their_first_word() -> None:
+    tokenizer = TextTokenizer(sentence_pieces())
+    model = ps.models.build({**SIZES, "vocab_size": tokenizer.vocab_size}, device="host")
+    weights = {name: np.zeros(tensor.shape, np.float32) for name, tensor in model.named_parameters()}
+    weights |= {
+        name: np.ones_like(array) for name, array in weights.items() if "norm" in name or "emb" in name
+    }
+    weights["lm_head.weight"][tokenizer.encode("hello w", special=False)[-1]] = 1
+    model.load_state_dict(weights)
+    sample = "".join(stream_text(model, tokenizer, tokenizer.encode("hello"), 2, temperature=0))
+    assert sample == " w w"
 
 
 @pytest.fixture
