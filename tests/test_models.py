@@ -150,6 +150,22 @@ def load_names(folder: Path) -> set[str]:
     return names
 
 
+def test_nothing_of_a_model_that_was_saved_before_stays(loaded: Load, tmp_path: Path) -> None:
+    model = loaded("llama", device="host")
+    model.generation_config = {"do_sample": True, "top_k": 3}
+    model.save(tmp_path / "saved", shard_bytes="10KB")
+    model.generation_config = {}
+    for shard_bytes in ("20KB", "5GB"):
+        model.save(tmp_path / "saved", shard_bytes=shard_bytes)
+        model.save(tmp_path / f"fresh {shard_bytes}", shard_bytes=shard_bytes)
+        names = [
+            sorted(path.name for path in (tmp_path / name).iterdir())
+            for name in ("saved", f"fresh {shard_bytes}")
+        ]
+        assert names[0] == names[1]
+        check_logits(ps.models.load(tmp_path / "saved", device="host"), "llama")
+
+
 def test_weights_have_the_dtype_of_the_files_or_another(loaded: Load, tmp_path: Path) -> None:
     exact = loaded("qwen3", device="host")
     half = loaded("qwen3", device="host", dtype="bfloat16")

@@ -41,6 +41,8 @@ def save_description(model: LanguageModel, folder: Path) -> None:
     write_json(folder / "config.json", config)
     if model.generation_config:
         write_json(folder / "generation_config.json", dict(model.generation_config))
+    else:  # of a model that was saved here before
+        (folder / "generation_config.json").unlink(missing_ok=True)
     if model.tokenizer is not None:
         if isinstance(model.tokenizer, TextTokenizer):
             model.tokenizer.save_to(folder)

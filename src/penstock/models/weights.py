@@ -6,6 +6,7 @@ So neither reading nor writing has a model in the memory of the host.
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ _DTYPES: dict[str, npt.DTypeLike] = {
 }
 _NAMES = {str(np.dtype(dtype)): name for name, dtype in _DTYPES.items()}
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # names of files that may hold weights
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _WORD = struct.Struct("<Q")  # the length of the header
 
 
@@ -137,6 +139,7 @@ def write_tensors(folder: Path, weights: Sequence[tuple[str, Tensor, bool]], sha
     if len(shards) == 1:
         write_file(folder / SINGLE, shards[0])
         (folder / INDEX).unlink(missing_ok=True)
+        _remove_shards(folder, set())
         return
     places: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
@@ -148,6 +151,14 @@ def write_tensors(folder: Path, weights: Sequence[tuple[str, Tensor, bool]], sha
     with atomic_file(folder / INDEX) as file_:
         file_.write((json.dumps(index, indent=2) + "\n").encode())
     (folder / SINGLE).unlink(missing_ok=True)
+    _remove_shards(folder, set(places.values()))
+
+
+def _remove_shards(folder: Path, written: set[str]) -> None:
+    """Remove the files of an earlier model in a folder."""
+    for path in folder.iterdir():
+        if _SHARD.fullmatch(path.name) and path.name not in written:
+            path.unlink()
 
 
 def write_file(path: Path, weights: Sequence[tuple[str, Tensor, bool]]) -> None:
