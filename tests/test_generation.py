@@ -25,6 +25,7 @@ from penstock.models import LanguageModel, Sampling, TextTokenizer, scheduling
 from penstock.models.decoders import PAGE, Decoder
 from penstock.models.sampling import needs_of, numbers_of, sample, seed_words
 from penstock.models.sequences import TokenSequence, Wanted
+from penstock.train.loading import stream_text
 
 SIZES = {**cases.LLAMA, "vocab_size": 40, "num_hidden_layers": 1, "max_position_embeddings": 128}
 
@@ -57,6 +58,12 @@ def drawn(logits: np.ndarray, setting: Sampling, count: int, seen: np.ndarray | 
 def test_the_coldest_draw_takes_the_likeliest(temperature: float) -> None:
     logits = np.array([-300.0, -2.5, 400.0, 399.99, -1.0])
     assert set(drawn(logits, Sampling(temperature=temperature), 8)) == {2}
+
+
+@pytest.mark.parametrize("temperature", [1e39, np.inf])
+def test_the_hottest_draw_takes_any(temperature: float) -> None:
+    logits = np.array([-300.0, -2.5, 400.0, 399.99, -1.0])
+    assert set(drawn(logits, Sampling(temperature=temperature), 99)) == {0, 1, 2, 3, 4}
 
 
 def probabilities(logits: np.ndarray, setting: Sampling) -> np.ndarray:
@@ -153,7 +160,7 @@ def test_a_sequence_depends_on_its_seed_and_not_on_the_batch(model: LanguageMode
     assert alone[0] != model.generate(prompts[0], 15, seed=10, temperature=1.3).ids
     several = model.generate([[1, 2]] * 4, 15, seed=3, temperature=1.3)
     assert len({tuple(each.ids) for each in several}) == 4, "successive seeds"
-    assert several[0].ids == model.generate([1, 2], 15, seed=3, temperature=1.3).ids
+    assert several[0].ids == model.generate([1, 2], 15, seed=np.int64(3), temperature=1.3).ids
 
 
 # Prompts, stops and streams
@@ -258,12 +265,13 @@ def test_generation_config_is_the_default(model: LanguageModel) -> None:
 
 def test_settings_of_generation_that_are_not_followed_are_named(model: LanguageModel, tmp_path: Path) -> None:
     harmless = {"no_repeat_ngram_size": 0, "num_beams": 1, "suppress_tokens": None, "max_length": 20}
+    harmless |= {"token_healing": False, "penalty_alpha": None}
     model.generation_config = harmless
     model.save(tmp_path / "plain")
     ps.models.load(tmp_path / "plain")  # without a warning
-    model.generation_config = {**harmless, "no_repeat_ngram_size": 3, "suppress_tokens": [7]}
+    model.generation_config = {**harmless, "no_repeat_ngram_size": 3, "suppress_tokens": [7], "top_h": 0.5}
     model.save(tmp_path / "other")
-    message = "not follow suppress_tokens, no_repeat_ngram_size of"
+    message = "not follow suppress_tokens, top_h, no_repeat_ngram_size of"
     with pytest.warns(ps.errors.PenstockWarning, match=message) as warned:
         ps.models.load(tmp_path / "other")
     assert warned[0].filename == __file__  # the line that loads
@@ -284,6 +292,10 @@ def test_settings_of_generation_that_are_not_followed_are_named(model: LanguageM
         ([1], {"min_p": 2.0}, r"min_p is in \[0, 1\], and 2.0"),
         ([1], {"repetition_penalty": 0.0}, "a repetition_penalty is more than 0"),
         ([1], {"seed": [1, 2]}, "as many as prompts, 1"),
+        ([1], {"seed": 1.5}, "a seed is an integer of 0 or more"),
+        ([1], {"top_logprobs": 2.5}, "top_logprobs is 0 to 20, and 2.5"),
+        ([1], {"repetition_penalty": np.inf}, "a repetition_penalty is more than 0, and inf"),
+        ([1], {"top_k": 2.5}, "top_k is an integer of 1 or more, and 2.5"),
         ([1], {"max_tokens": 2.5}, "max_tokens is an integer of 0 or more, and 2.5 was given"),
         ([1], {"stop_tokens": "</s>"}, "stop tokens are token ids, and '</s>' was given"),
         ([1], {"temperature": "hot"}, "temperature is a number, and 'hot' was given"),
@@ -382,6 +394,21 @@ def test_a_model_that_generated_is_freed_at_once() -> None:
         gc.enable()
 
 
+def test_what_is_replaced_in_a_model_that_generated_is_used() -> None:
+    ps.random.manual_seed(4)
+    model: Any = ps.models.build({**SIZES, "initializer_range": 0.5}, device="host")
+    model.generate([2, 3], 6, temperature=0)
+    idle = model._decoders._idle
+    model.generate([2, 3], 6, temperature=0)
+    assert model._decoders._idle is idle, "nothing was replaced"
+    before = model.generate([2, 3], 6, temperature=0).ids
+    model.lm_head.weight = ps.nn.Parameter(-model.lm_head.weight.detach())
+    assert model.generate([2, 3], 6, temperature=0).ids == by_whole_model(model, [2, 3], 6) != before
+    other: Any = ps.models.build({**SIZES, "initializer_range": 0.5}, device="host")
+    model.layers[0] = other.layers[0]
+    assert model.generate([2, 3], 6, temperature=0).ids == by_whole_model(model, [2, 3], 6)
+
+
 # Text
 
 
@@ -426,6 +453,30 @@ def test_streamed_text_is_the_whole_text(make: Any, text: str) -> None:
     assert tokenizer.decode(ids).strip() == text.strip()
 
 
+@pytest.mark.parametrize("prompt", ["hello", "hello ", "é", ""])
+def test_a_prompt_and_what_follows_are_the_text_of_all_ids(prompt: str) -> None:
+    tokenizer = TextTokenizer(sentence_pieces())
+    model: Any = SimpleNamespace(tokenizer=tokenizer, vocab_size=tokenizer.vocab_size)
+    before, after = tokenizer.encode(prompt), tokenizer.encode("hello world")
+    sequence = TokenSequence(model, 0, before, Wanted(len(after), Sampling()))
+    text = "".join(sequence.push(token).text for token in after)
+    assert tokenizer.decode(before) + text == tokenizer.decode([*before, *after])
+    assert text == (" hello world" if before else "hello world")
+
+
+def test_samples_of_a_run_keep_the_space_before_their_first_word() -> None:
+    tokenizer = TextTokenizer(sentence_pieces())
+    model = ps.models.build({**SIZES, "vocab_size": tokenizer.vocab_size}, device="host")
+    weights = {name: np.zeros(tensor.shape, np.float32) for name, tensor in model.named_parameters()}
+    weights |= {
+        name: np.ones_like(array) for name, array in weights.items() if "norm" in name or "emb" in name
+    }
+    weights["lm_head.weight"][tokenizer.encode("hello w", special=False)[-1]] = 1
+    model.load_state_dict(weights)
+    sample = "".join(stream_text(model, tokenizer, tokenizer.encode("hello"), 2, temperature=0))
+    assert sample == " w w"
+
+
 @pytest.fixture
 def talking() -> LanguageModel:
     """A model with a tokenizer, which is wound up to repeat "abcdef" for ever."""
@@ -451,11 +502,26 @@ def test_text_in_and_text_out(talking: LanguageModel) -> None:
     assert [each.text for each in several] == ["bcd", "fab"]
 
 
+def test_ids_that_the_tokenizer_does_not_have_are_without_text(talking: LanguageModel) -> None:
+    assert isinstance(talking.tokenizer, TextTokenizer)
+    *prompt, last = talking.tokenizer.encode("abcd", special=False)
+    talking.tokenizer = ps.data.ByteTokenizer()  # 256 ids, and the model has two more
+    head = talking.head_weight.numpy().copy()
+    head[257], head[last] = head[last], 0
+    talking.load_state_dict(talking.state_dict() | {"lm_head.weight": head})
+    result = talking.generate(prompt, 1, temperature=0)
+    assert (result.ids, result.text) == ([257], "")
+
+
 def test_stop_strings_end_the_text_before_them(talking: LanguageModel) -> None:
     result = talking.generate("a", 20, temperature=0, stop=["fab", "zz"])
     assert (result.text, result.finish_reason) == ("bcde", "stop")
     pieces = list(talking.stream("a", 20, temperature=0, stop="fab"))
     assert [piece.text for piece in pieces] == ["b", "c", "d", "e", "", "", ""], "nothing of a stop is shown"
+    talking.generation_config = {"stop_strings": "de"}
+    assert talking.generate("a", 6, temperature=0).text == "bc"
+    assert talking.generate("a", 6, temperature=0, stop=[]).text == "bcdefa", "none, if so asked"
+    talking.generation_config = {}
     unfinished = talking.generate("a", 6, temperature=0, stop=["fabulous"])
     assert (unfinished.text, unfinished.finish_reason) == ("bcdefa", "length")
 
@@ -466,7 +532,7 @@ def test_what_may_be_the_beginning_of_a_stop_string_is_held_back_and_no_more(
     text: str, stop: list[str]
 ) -> None:
     tokenizer = TextTokenizer(byte_level())
-    model: Any = SimpleNamespace(tokenizer=tokenizer)
+    model: Any = SimpleNamespace(tokenizer=tokenizer, vocab_size=256)
     sequence = TokenSequence(model, 0, [0], Wanted(20, Sampling(), stop=stop))
     shown = ""
     for count, token in enumerate(tokenizer.encode(text), 1):
@@ -515,6 +581,21 @@ def test_damaged_settings_of_a_tokenizer_are_named(damaged: Any, tmp_path: Path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(damaged))
     with pytest.raises(CheckpointError, match=r"json is an object, not \[1\]|chat_template is a text, not"):
         ps.models.load(tmp_path, device="host")
+
+
+def test_a_chat_template_finds_what_transformers_gives_it() -> None:
+    def text(template: str) -> str:
+        tokenizer = TextTokenizer(byte_level(), template=template)
+        return tokenizer.decode(tokenizer.chat([{"role": "assistant", "content": "é<"}]))
+
+    answers = "{% for m in messages %}{%- generation -%} {{ m.content }} {%- endgeneration %}!{% endfor %}"
+    assert text(answers) == "é<!"
+    assert text("{% if tools is not none or documents is not none %}tools{% endif %}.") == "."
+    assert (
+        text("{{ messages[0] | tojson(ensure_ascii=true) }}")
+        == r'{"role": "assistant", "content": "\u00e9<"}'
+    )
+    assert text("{{ messages[0].content | tojson }}") == '"é<"'
 
 
 def test_a_chat_template_may_fail_in_any_way() -> None:

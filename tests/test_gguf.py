@@ -132,8 +132,34 @@ def test_rotary_positions_that_are_not_supported_are_named(tmp_path: Path) -> No
     made = small(tmp_path / "other.gguf")
     made.add_rope_scaling_attn_factors(0.5)
     finish(made)
-    with pytest.raises(CheckpointError, match=r"has a rope.scaling.attn_factor, which is not supported"):
+    with pytest.raises(CheckpointError, match=r"has llama.rope.scaling.attn_factor = 0.5, which is not"):
         ps.models.load(tmp_path / "other.gguf")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("split.count", 2), ("llama.attention.scale", 0.5), ("llama.attention.causal", False)]
+)
+def test_metadata_of_other_computations_is_refused(key: str, value: Any, tmp_path: Path) -> None:
+    made = small(tmp_path / "model.gguf")
+    add = {int: made.add_uint32, float: made.add_float32, bool: made.add_bool}[type(value)]
+    add(key, value)
+    finish(made)
+    with pytest.raises(CheckpointError, match=f"has {key} = {value}, which is not supported"):
+        ps.models.load(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("key", ["scaling.factor", "scale_linear"])
+def test_a_rotary_factor_without_a_type_is_linear(key: str, tmp_path: Path) -> None:
+    made = small(tmp_path / "model.gguf")
+    made.add_float32(f"llama.rope.{key}", 3.0)
+    finish(made)
+    model: Any = ps.models.load(tmp_path / "model.gguf", device="host", dtype="float32")
+    wanted: Any = ps.models.build(
+        {**model.config, "rope_scaling": {"rope_type": "linear", "factor": 3.0}}, device="host"
+    )
+    assert model.sizes.rotaries == wanted.sizes.rotaries
+    plain: Any = ps.models.build({**model.config, "rope_scaling": None}, device="host")
+    assert model.sizes.rotaries != plain.sizes.rotaries
 
 
 def packed(kind: str, rows: int, columns: int) -> np.ndarray:

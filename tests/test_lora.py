@@ -317,6 +317,8 @@ def test_files_that_do_not_fit_are_refused(loaded: Load, tmp_path: Path) -> None
     refused("peft_type has to be LORA, not 'IA3'", {"peft_type": "IA3"}, weights)
     refused("use_dora has to be False", {"use_dora": True}, weights)
     refused("modules_to_save has to be None", {"modules_to_save": ["lm_head"]}, weights)
+    refused("init_lora_weights is true, false, gaussian", {"init_lora_weights": "pissa_niter_4"}, weights)
+    refused("kasa_config has to be None", {"kasa_config": {"beta": 1}}, weights)
     refused("r is an integer", {"r": "8"}, weights)
     refused(r"shape \(4, 32\), and \(1000000, 32\)", {"r": 1000000}, weights)
     refused("alpha above 0", {"lora_alpha": 0}, weights)

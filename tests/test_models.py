@@ -150,19 +150,45 @@ def load_names(folder: Path) -> set[str]:
     return names
 
 
+def test_nothing_of_a_model_that_was_saved_before_stays(loaded: Load, tmp_path: Path) -> None:
+    model = loaded("llama", device="host")
+    model.generation_config = {"do_sample": True, "top_k": 3}
+    model.save(tmp_path / "saved", shard_bytes="10KB")
+    model.generation_config = {}
+    for shard_bytes in ("20KB", "5GB"):
+        model.save(tmp_path / "saved", shard_bytes=shard_bytes)
+        model.save(tmp_path / f"fresh {shard_bytes}", shard_bytes=shard_bytes)
+        names = [
+            sorted(path.name for path in (tmp_path / name).iterdir())
+            for name in ("saved", f"fresh {shard_bytes}")
+        ]
+        assert names[0] == names[1]
+        check_logits(ps.models.load(tmp_path / "saved", device="host"), "llama")
+
+
 def test_weights_have_the_dtype_of_the_files_or_another(loaded: Load, tmp_path: Path) -> None:
     exact = loaded("qwen3", device="host")
     half = loaded("qwen3", device="host", dtype="bfloat16")
     assert {tensor.dtype for tensor in half.parameters()} == {ps.bfloat16}
+    half.config = {**half.config, "torch_dtype": "float32"}  # as of an older file
     half.save(tmp_path / "half")
     again = ps.models.load(tmp_path / "half", device="host")
     assert again.head_weight.dtype == ps.bfloat16
-    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+    written = json.loads((tmp_path / "half" / "config.json").read_text())
+    assert (written["dtype"], "torch_dtype" in written) == ("bfloat16", False)
     ids = ps.asarray(cases.tokens(1, 9), device="host")
     results = [model(ids).numpy().astype(np.float32) for model in (exact, half, again)]
     np.testing.assert_array_equal(results[1], results[2])
     assert 0 < np.abs(results[0] - results[1]).max() < 0.2
     assert len(again.generate([3, 4], 5, temperature=0).ids) == 5
+
+
+def test_weights_are_loaded_as_floats_alone(tmp_path: Path) -> None:
+    cases.write_folder(tmp_path, "llama", about("llama")["shapes"])
+    with pytest.raises(
+        ValueError, match=r"weights are floats, and int8 was given; ps.quantize makes integers"
+    ):
+        ps.models.load(tmp_path, device="host", dtype="int8")
 
 
 def test_a_model_from_a_configuration_trains() -> None:
@@ -189,7 +215,7 @@ def test_a_model_from_a_configuration_trains() -> None:
         ("llama", {"hidden_size": 64}, r"embed_tokens.weight has the shape \(61, 32\), and \(61, 64\)"),
         ("llama", {"num_hidden_layers": 3}, "the number of layers is 2, and 3 by config.json"),
         ("llama", {"num_key_value_heads": 3}, "num_key_value_heads is a divisor of 4"),
-        ("llama", {"hidden_act": "relu9"}, "hidden_act is one of silu, gelu"),
+        ("llama", {"hidden_act": "relu9"}, "hidden_act is one of silu, swish, gelu"),
         ("llama", {"rms_norm_eps": "x"}, "rms_norm_eps is a number, not 'x'"),
         ("llama", {"rope_scaling": {"rope_type": "odd"}}, "rope_type is one of default, linear"),
         ("llama", {"rope_scaling": {"rope_type": "linear"}}, "rope_scaling lacks factor"),
@@ -202,6 +228,17 @@ def test_a_model_from_a_configuration_trains() -> None:
         ("qwen2", {"model_type": "llama"}, "has weights that the family llama does not: model.layers.0"),
         ("gemma3", {"layer_types": ["full_attention"]}, "layer_types is a list of 3 times"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is false, not True"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor has to be 1.0, not 0.5"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "has rope_scaling and rope_parameters, which say other things",
+        ),
+        (
+            "llama",
+            {"tie_word_embeddings": True, "attention_bias": True, "architectures": ["LlamaForTokens"]},
+            "q_proj.bias; by config.json it is a 'LlamaForTokens', not a LlamaForCausalLM",
+        ),
     ],
     ids=str,
 )
@@ -232,6 +269,11 @@ def test_a_configuration_without_a_key_means_what_transformers_has_by_default() 
     assert without == built("gemma3", rope_theta=1e6, rope_local_base_freq=1e4).sizes.rotaries
     assert built("mistral", "sliding_window").sizes.windows == (4096, 4096)
     assert built("mistral", sliding_window=None).sizes.windows == (None, None)
+    assert built("qwen2-window", sliding_window=None).sizes.windows == (None, None)
+    assert built("qwen3", "head_dim").sizes.head_size == 128
+    for case, half in (("qwen3", 64), ("gemma2", 128)):
+        assert len(built(case, "head_dim").sizes.rotaries[0].frequencies) == half
+    assert built("llama", hidden_act="swish").sizes.activation is built("llama").sizes.activation
 
 
 @pytest.mark.parametrize("key", ["mscale", "mscale_all_dim"])
@@ -239,6 +281,21 @@ def test_one_magnitude_of_yarn_alone_says_nothing(key: str) -> None:
     scaling = cases.CONFIGS["llama-yarn"]["rope_scaling"]
     alone = built("llama", rope_scaling=scaling | {key: 0.7}).sizes.rotaries
     assert alone == built("llama-yarn").sizes.rotaries, "as in transformers"
+
+
+def test_rotary_positions_say_what_they_are_in_any_of_their_places() -> None:
+    yarn = cases.CONFIGS["llama-yarn"]["rope_scaling"]
+    wanted = built("llama-yarn", rope_theta=500.0).sizes.rotaries
+    assert wanted == built("llama", "rope_theta", rope_scaling=yarn | {"rope_theta": 500.0}).sizes.rotaries
+    assert (
+        wanted
+        == built("llama", rope_parameters=yarn | {"rope_theta": 500.0}, rope_scaling=yarn).sizes.rotaries
+    )
+    length = "original_max_position_embeddings"
+    short = {key: value for key, value in yarn.items() if key != length}
+    for scaling in (short, yarn | {length: 128}):  # the key beside them comes first, as in transformers
+        change = {"rope_theta": 500.0, "rope_scaling": scaling, length: 32, "partial_rotary_factor": None}
+        assert wanted == built("llama", **change).sizes.rotaries
 
 
 def test_files_that_are_broken_are_named(tmp_path: Path) -> None:
@@ -259,13 +316,41 @@ def test_files_that_are_broken_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"index.json cannot be read"):
         ps.models.load(folder)
     (folder / "model.safetensors.index.json").unlink()
-    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read"):
+    with pytest.raises(
+        CheckpointError, match=r"has no model.safetensors and .*; it has part-0.safetensors, part"
+    ):
         ps.models.load(folder)
     cases.write_folder(tmp_path, "llama", shapes)
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read"):
         ps.models.load(folder)
+
+
+def test_a_weight_is_taken_from_the_file_that_the_index_names(loaded: Load, tmp_path: Path) -> None:
+    folder = cases.write_folder(tmp_path, "llama", about("llama")["shapes"], shards=2)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    older = load_file(folder / "part-1.safetensors")
+    older |= {name: 0 * array for name, array in load_file(folder / "part-0.safetensors").items()}
+    assert set(older) == set(index["weight_map"])
+    save_file(older, folder / "part-1.safetensors")
+    check_logits(ps.models.load(folder, device="host"), "llama")
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.bool_])
+def test_weights_that_are_no_floats_are_refused(dtype: Any, tmp_path: Path) -> None:
+    folder = cases.write_folder(tmp_path, "llama", about("llama")["shapes"])
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].astype(dtype)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lm_head.weight is '(I8|BOOL)', and weights are F64, F32"):
+        ps.models.load(folder, device="host")
+
+
+def test_a_folder_of_adapters_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="holds adapters: load their model, with adapter="):
+        ps.models.load(tmp_path)
 
 
 def test_a_head_beside_a_tied_embedding_has_to_be_a_copy(tmp_path: Path) -> None:

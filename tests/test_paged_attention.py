@@ -89,7 +89,7 @@ def check(
                 end = last[row, at_query] + 1
                 own = query[row, head, at_query].astype(np.float64)
                 expected = naive(own, keys[shared, :end], values[shared, :end], size**-0.5, window, cap)
-                tolerance = 1e-5 if dtype is np.float32 else 0.02
+                tolerance = {np.float32: 1e-5, np.float64: 1e-12}.get(dtype, 0.02)
                 np.testing.assert_allclose(result[row, head, at_query], expected, atol=tolerance)
 
 
@@ -120,6 +120,12 @@ def test_each_query_attends_to_its_positions(device: Device, case: tuple[Any, ..
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
 def test_half_precision(device: Device, dtype: Any, queries: int) -> None:
     check(device, (2, queries, 4, 2, 16), 50, dtype=dtype)
+
+
+@pytest.mark.parametrize("device", ["host", "vectors", "threads"], indirect=True)
+@pytest.mark.parametrize("queries", [1, 20], ids=["few", "many"])
+def test_double_precision(device: Device, queries: int) -> None:
+    check(device, (2, queries, 4, 2, 16), 100, dtype=np.float64)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])

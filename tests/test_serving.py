@@ -133,8 +133,18 @@ def test_log_probabilities_are_those_of_the_tokens(shared: Served, model: Langua
     assert chat.content is not None
     assert [token.logprob for token in chat.content] == pytest.approx(told.logprobs, abs=1e-4)
     for token, number in zip(chat.content, told.ids, strict=True):
-        assert token.token == model.tokenizer.decode([number])
+        assert token.token == model.tokenizer.name(number)
         assert token.bytes is None or bytes(token.bytes).decode() == token.token
+
+
+def test_special_tokens_have_names_among_log_probabilities(shared: Served, model: LanguageModel) -> None:
+    asked: Any = {"model": "tiny", "temperature": 0, "max_tokens": 1, "logprobs": 5}
+    named: set[str] = set()
+    for letter in "abcdefghijklmnopqrstuvwxyz":
+        (told,) = shared.client().completions.create(prompt=letter, **asked).choices[0].logprobs.top_logprobs
+        named |= set(told)
+    assert "" not in named
+    assert named & {"<s>", "</s>"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -144,7 +154,7 @@ def test_the_likeliest_tokens_come_with_log_probabilities(
     assert isinstance(model.tokenizer, TextTokenizer)
     asked: Any = {"model": "tiny", "temperature": 1.2, "seed": 3, "max_tokens": 9, "stream": stream}
     options: Any = {"temperature": 1.2, "seed": 3, "logprobs": True, "top_logprobs": 4}
-    client, decode = shared.client(), model.tokenizer.decode
+    client, name = shared.client(), model.tokenizer.name
     answer = client.completions.create(prompt="log", logprobs=4, **asked)
     parts = [part.choices[0].logprobs for part in (answer if stream else [answer])]
     told = [each for part in parts if part for each in part.top_logprobs]
@@ -152,15 +162,15 @@ def test_the_likeliest_tokens_come_with_log_probabilities(
     for got, likeliest, token, logprob in zip(
         told, wanted.top_logprobs, wanted.ids, wanted.logprobs, strict=True
     ):
-        by_text = {decode([number]): value for number, value in reversed([*likeliest, (token, logprob)])}
+        by_text = {name(number): value for number, value in reversed([*likeliest, (token, logprob)])}
         assert got == pytest.approx(by_text, abs=1e-4)
     answer = client.chat.completions.create(messages=MESSAGES, logprobs=True, top_logprobs=4, **asked)
     parts = [part.choices[0].logprobs for part in (answer if stream else [answer])]
     tokens = [token for part in parts if part for token in part.content]
     wanted = model.generate(model.tokenizer.chat(MESSAGES), 9, **options)
     for got, likeliest, number in zip(tokens, wanted.top_logprobs, wanted.ids, strict=True):
-        assert got.token == decode([number])
-        assert [top.token for top in got.top_logprobs] == [decode([number]) for number, _ in likeliest]
+        assert got.token == name(number)
+        assert [top.token for top in got.top_logprobs] == [name(number) for number, _ in likeliest]
         values = [value for _, value in likeliest]
         assert [top.logprob for top in got.top_logprobs] == pytest.approx(values, abs=1e-4)
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 import penstock as ps
 from penstock.cli import app
-from penstock.errors import PenstockError, SettingError
+from penstock.errors import PenstockError, PenstockWarning, SettingError
 from penstock.models import LanguageModel, TextTokenizer, evaluate
 
 TEMPLATE = "{% for message in messages %}{{ message.role[0] }}:{{ message.content }};{% endfor %}"
@@ -122,6 +122,33 @@ def test_the_command_compares_a_quantized_model(folder: Path, tmp_path: Path) ->
     )
     result = penstock(*generate, "--quantize", "int4").stdout
     assert result == f"the{model.generate('the', 5, temperature=0).text}\n"
+
+
+def test_the_command_says_what_it_could_not_read(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9 and more text")
+    words = ("eval", str(folder), "--data", str(tmp_path / "a.txt"), "--device", "host")
+    assert "not UTF-8, and replaced by U+FFFD: 1 places" in penstock(*words).stderr
+    (tmp_path / "a.txt").write_text("some text")
+    assert penstock(*words).stderr == ""
+
+
+def test_a_quantized_model_is_not_quantized_again(folder: Path, tmp_path: Path) -> None:
+    ps.quantize(ps.models.load(folder, device="host"), "int8").save(tmp_path / "int8")
+    (tmp_path / "text.txt").write_text("the quick brown fox")
+    for words in (("generate",), ("chat",), ("eval", "--data", str(tmp_path / "text.txt"))):
+        with pytest.raises(SettingError, match="the model is quantized already"):
+            penstock(*words, str(tmp_path / "int8"), "--quantize", "int4", "--device", "host")
+
+
+def test_a_prompt_that_is_longer_than_the_context_is_told(folder: Path) -> None:
+    model = ps.models.load(folder, device="host")
+    prompt = [at % 250 for at in range(model.context + 5)]
+    message = f"a prompt has {model.context + 5} tokens, and the model reads the last {model.context} of them"
+    with pytest.warns(PenstockWarning, match=message):
+        answer = model.generate(prompt, 4, temperature=0)
+    assert answer.ids == model.generate(prompt[5:], 4, temperature=0).ids
+    with pytest.warns(PenstockWarning, match=message), ps.models.Engine(model, slots=1) as engine:
+        assert engine.submit(prompt, max_tokens=4, temperature=0).result().ids == answer.ids
 
 
 def test_a_conversation_goes_on_from_what_was_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -388,6 +388,8 @@ def test_any_tokenizer_of_a_model_encodes_the_text(
         ({"lora": {"rank": 8}}, "LoRA adapters need a model that was trained before"),
         ({"model": {"name": "BASE", "context": 33}}, "context is at most 32"),
         ({"model": {"name": "BASE", "dropout": 0.5}}, "that of adapters is lora.dropout"),
+        ({"model": {"name": "BASE"}, "data": {"tokenizer": "bytes"}}, "data.tokenizer is for training from"),
+        ({"model": {"name": "BASE"}, "lora": {"targets": "q_proj"}}, "lora.targets is for adapters"),
         ({"lora": {"rank": -1}}, "lora.rank is 0 or more"),
         ({"lora": {"alpha": 0.0}}, "lora.alpha is more than 0"),
         ({"lora": {"dropout": 1.0}}, "lora.dropout is from 0"),

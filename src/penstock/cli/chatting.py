@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import penstock
-from penstock.cli.generating import Quantization, stream
+from penstock.cli.generating import Quantization, refuse_quantized, stream
 from penstock.errors import SettingError
 
 _ASKS = "> "
@@ -36,14 +36,15 @@ def chat(
 
     A line is a message. Ctrl-C ends an answer, and Ctrl-D the conversation.
     """
-    from penstock.models import TextTokenizer, load
+    from penstock.models import TextTokenizer
+    from penstock.train.loading import load_model
 
     if device:
         penstock.use(device)
-    network = load(model)
+    network, tokenizer = load_model(model)
     if quantize is not None:
+        refuse_quantized(network)
         penstock.quantize(network, quantize)
-    tokenizer = network.tokenizer
     if not isinstance(tokenizer, TextTokenizer) or not tokenizer.template:
         raise SettingError(f"{model} has no chat template; `penstock generate` continues a text with it")
     messages = [{"role": "system", "content": system}] if system else []

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 import penstock
-from penstock.cli.generating import Quantization
+from penstock.cli.generating import Quantization, refuse_quantized
 from penstock.errors import SettingError
 from penstock.terminal import phase, say, write_json
 
@@ -47,10 +47,15 @@ def evaluate(
     if device:
         penstock.use(device)
     network, tokenizer = load_model(model)
+    if quantize is not None:
+        refuse_quantized(network)
     if tokenizer is None:
         raise SettingError(f"{model} has no tokenizer.json, which reading text needs")
     console, progress = Console(), Console(stderr=True)
-    text = find_text(data).read()
+    files = find_text(data)
+    text = files.read()
+    if files.skipped or files.replaced:
+        say(progress, files.summary())
     with phase(progress, "tokenizing"):
         ids = tokenizer.encode(text)
     results: dict[str, Evaluation] = {}

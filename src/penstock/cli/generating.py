@@ -6,13 +6,16 @@ import sys
 from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import penstock
 from penstock.errors import SettingError
 from penstock.printable import printable
+
+if TYPE_CHECKING:
+    from penstock.models import LanguageModel
 
 
 class Quantization(StrEnum):
@@ -58,6 +61,7 @@ def generate(
         penstock.use(device)
     network, tokenizer = load_model(model)
     if quantize is not None:
+        refuse_quantized(network)
         penstock.quantize(network, quantize)
     has_text = tokenizer is not None
     given: Any = prompt or "\n"
@@ -86,6 +90,12 @@ def generate(
         )
     except ValueError as error:  # ids that the model does not have, and the like
         raise SettingError(str(error)) from None
+
+
+def refuse_quantized(network: LanguageModel) -> None:
+    """Raise where --quantize would change nothing."""
+    if any(isinstance(layer, penstock.nn.QuantizedLinear) for layer in network.modules()):
+        raise SettingError("the model is quantized already, and --quantize is for one that is not")
 
 
 def stream(*parts: Iterable[str]) -> str:

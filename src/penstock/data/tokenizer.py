@@ -210,6 +210,11 @@ class TextStream:
         self._ids: list[int] = []
         self._shown = 0  # ids whose text was returned
 
+    def follow(self, ids: Sequence[int]) -> None:
+        """Begin after these ids: a first word that a tokenizer writes without its space has it then."""
+        if not self._tokenizer.decode(list(ids)).endswith("\ufffd"):  # half a character
+            self._ids, self._shown = list(ids), len(ids)
+
     def push(self, ids: Sequence[int]) -> str:
         """The text that further ids complete."""
         self._ids += ids

@@ -26,7 +26,7 @@ from penstock.models.programs import Bucket, Programs, bucket, covering, jitted,
 from penstock.models.sampling import Needs, Sampling, needs_of, numbers_of, sample
 from penstock.models.sequences import TokenSequence
 from penstock.nn.module import evaluating
-from penstock.runtime import Device
+from penstock.nn.tree import tensors_inside
 from penstock.stream.future import Future
 from penstock.tensor.arithmetic import logical_and, maximum, minimum, where
 from penstock.tensor.assigning import with_rows
@@ -94,6 +94,7 @@ class Decoder:
         self.slots, self.pages, self.context = slots, min(pages, most_pages(model)), model.context
         self._asked = pages
         self.device, self._dtype, self._vocab_size = resolve(weight.device), weight.dtype, model.vocab_size
+        self._tensors = [weakref.ref(tensor) for tensor in tensors_inside(model)]
         self._model = weakref.ref(model)  # which may have this decoder, and is freed together with it
         self._shapes = model.cache_shapes
         # Up to so many positions, keys are those of every sequence with the same tokens.
@@ -127,10 +128,14 @@ class Decoder:
         self._known_settings: tuple[list[Sampling], int, Tensor] | None = None  # that steps were given last
         self._last: dict[str, tuple[npt.NDArray[Any], Tensor]] = {}  # what was uploaded last, by name
 
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Equal for decoders that can take the same sequences."""
-        return self.slots, self._asked, self.device, self._dtype
+    def fits(self, model: LanguageModel, slots: int, pages: int) -> bool:
+        """Whether it can be taken: by a model whose tensors are still those that its programs have."""
+        weight, tensors = model.head_weight, tensors_inside(model)
+        asked = (slots, pages, resolve(weight.device), weight.dtype, len(tensors))
+        own = (self.slots, self._asked, self.device, self._dtype, len(self._tensors))
+        return own == asked and all(
+            known() is tensor for known, tensor in zip(self._tensors, tensors, strict=True)
+        )
 
     @property
     def _network(self) -> LanguageModel:
@@ -486,9 +491,7 @@ class Decoders:
         """A decoder that nobody else uses."""
         with self._lock:
             idle, self._idle = self._idle, None
-        weight = model.head_weight
-        device: Device = resolve(weight.device)
-        if idle is not None and idle.key == (slots, pages, device, weight.dtype):
+        if idle is not None and idle.fits(model, slots, pages):
             return idle
         return Decoder(model, slots, pages)
 

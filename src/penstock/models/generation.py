@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import struct
+import warnings
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from numbers import Integral
 from operator import index
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from penstock.errors import PenstockWarning
 from penstock.models.decoders import Decoders
 from penstock.models.paging import pages_of, token_array
 from penstock.models.programs import bucket
@@ -95,12 +97,7 @@ def wanted_of(model: LanguageModel, max_tokens: int, options: Mapping[str, Any])
         penalty := defaults.get("repetition_penalty")
     ) is not None:  # the likeliest token depends on it, too
         chosen.setdefault("repetition_penalty", penalty)
-    stop = options.get("stop") or ()
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
-    if stop and model.tokenizer is None:
-        raise ValueError("stop strings need a tokenizer, and the model has none; give stop_tokens")
-    if not all(stop):
-        raise ValueError("a stop string has a character or more")
+    stop = _stop_strings(model, options)
     tokens = options.get("stop_tokens")
     if tokens is None:
         tokens = defaults.get("eos_token_id", model.config.get("eos_token_id"))
@@ -113,14 +110,32 @@ def wanted_of(model: LanguageModel, max_tokens: int, options: Mapping[str, Any])
     return Wanted(max_tokens, Sampling(**chosen), seed, stop, ends)
 
 
+def _stop_strings(model: LanguageModel, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Those that are given, or else the model's."""
+    stop = options.get("stop")
+    if stop is None:
+        stop = model.generation_config.get("stop_strings") or ()
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    if stop and model.tokenizer is None:
+        raise ValueError("stop strings need a tokenizer, and the model has none; give stop_tokens")
+    if not all(isinstance(string, str) and string for string in stop):
+        raise ValueError(f"a stop string is a text of a character or more, and {stop!r} was given")
+    return stop
+
+
 def _seeds(seed: int | Sequence[int] | None, count: int) -> list[int | None]:
     """A seed for each sequence: those that are given, or successors of one."""
     if seed is None:
         return [None] * count
-    seeds = [seed + index for index in range(count)] if isinstance(seed, int) else list(seed)
-    if len(seeds) != count or any(each < 0 for each in seeds):
-        raise ValueError(f"a seed is 0 or more, or there are as many as prompts, {count}; {seed} was given")
-    return list(seeds)
+    if isinstance(seed, Integral):
+        seeds = [int(seed) + at for at in range(count)]
+    else:
+        seeds = list(seed) if isinstance(seed, Iterable) else []
+    if len(seeds) != count or not all(isinstance(each, Integral) and each >= 0 for each in seeds):
+        raise ValueError(
+            f"a seed is an integer of 0 or more, or there are as many as prompts, {count}; {seed} was given"
+        )
+    return [int(each) for each in seeds]
 
 
 def _prompts(prompts: Any) -> tuple[bool, list[Prompt]]:
@@ -148,4 +163,10 @@ def prompt_ids(model: LanguageModel, prompt: Prompt) -> array[int]:
     if not ids or np.frombuffer(ids, np.uint32).max() >= model.vocab_size:
         most = model.vocab_size - 1
         raise ValueError(f"a prompt has token ids from 0 to {most}, and {given[:8]} was given")
+    if len(ids) > model.context:
+        warnings.warn(
+            f"a prompt has {len(ids)} tokens, and the model reads the last {model.context} of them",
+            PenstockWarning,
+            stacklevel=2,
+        )
     return ids

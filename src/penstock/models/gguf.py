@@ -7,7 +7,7 @@ Mistral too, and Qwen 2 and 3.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -54,6 +54,21 @@ _BITS = {"Q4_0": 4, "Q8_0": 8}  # formats of blocks of 32 integers with a scale
 BLOCK = 32
 # Tokens after which nothing follows: of a text, and of a turn in a conversation.
 _ENDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+# Metadata that changes what is computed, and the values that mean what these families compute.
+_PLAIN: dict[str, Any] = {
+    "split.count": 1,
+    "{arch}.rope.scaling.attn_factor": 1,
+    "{arch}.rope.scaling.yarn_attn_factor": 1,
+    "{arch}.rope.scaling.yarn_ext_factor": 1,
+    "{arch}.rope.scaling.yarn_log_multiplier": 0,
+    "{arch}.attention.causal": True,
+    "{arch}.attention.scale": 0,
+    "{arch}.attn_logit_softcapping": 0,
+    "{arch}.final_logit_softcapping": 0,
+    "{arch}.embedding_scale": 1,
+    "{arch}.residual_scale": 1,
+    "{arch}.logit_scale": 1,
+}
 _FACTORS = "rope_freqs.weight"  # by which Llama 3's frequencies are divided
 
 
@@ -123,19 +138,17 @@ def _config(path: Path, reader: Any) -> dict[str, Any]:
     for name, key in _SIZES.items():
         if (value := fields.get(f"{family}.{name}")) is not None:
             config[key] = value
-    scaling = fields.get(f"{family}.rope.scaling.type", "none")
-    if scaling not in ("none", "linear", "yarn"):
-        raise CheckpointError(f"{path} has the rotary scaling {shown(scaling)}; linear and yarn are known")
-    if scaling != "none":
-        config["rope_scaling"] = {
-            "rope_type": scaling,
-            "factor": float(fields.get(f"{family}.rope.scaling.factor", 1.0)),
-            "original_max_position_embeddings": fields.get(
-                f"{family}.rope.scaling.original_context_length", config.get("max_position_embeddings")
-            ),
-        }
-    if fields.get(f"{family}.rope.scaling.attn_factor", 1) != 1:
-        raise CheckpointError(f"{path} has a rope.scaling.attn_factor, which is not supported")
+    for name, plain in _PLAIN.items():
+        key = name.format(arch=family)
+        if (value := fields.get(key, plain)) != plain:
+            raise CheckpointError(f"{path} has {key} = {shown(value)}, which is not supported; {plain} is")
+    rope = {
+        key.removeprefix(f"{family}.rope."): value
+        for key, value in fields.items()
+        if key.startswith(f"{family}.rope.")
+    }
+    if scaling := _scaling(path, rope, config.get("max_position_embeddings")):
+        config["rope_scaling"] = scaling
     ends = [fields[name] for name in _ENDS if isinstance(fields.get(name), int)]
     if ends:
         config["eos_token_id"] = ends
@@ -161,6 +174,23 @@ def _config(path: Path, reader: Any) -> dict[str, Any]:
     ):
         raise CheckpointError(f"{path} rotates {rotated} items of each head, and only whole heads can be")
     return config
+
+
+def _scaling(path: Path, rope: Mapping[str, Any], context: Any) -> dict[str, Any]:
+    """How rotary embeddings are scaled, with Hugging Face's keys; empty: not at all."""
+    factor = float(rope.get("scaling.factor", rope.get("scale_linear", 0.0))) or 1.0  # 0 is none in llama.cpp
+    kind = rope.get("scaling.type", "linear")  # as llama.cpp has it where a factor stands alone
+    if kind not in ("none", "linear", "yarn"):
+        raise CheckpointError(f"{path} has the rotary scaling {shown(kind)}; linear and yarn are known")
+    if kind == "none" or factor == 1:
+        return {}
+    return {
+        "rope_type": kind,
+        "factor": factor,
+        "original_max_position_embeddings": rope.get("scaling.original_context_length", context),
+        "beta_fast": rope.get("scaling.yarn_beta_fast", 32.0),
+        "beta_slow": rope.get("scaling.yarn_beta_slow", 1.0),
+    }
 
 
 def _values(path: Path, tensor: Any, heads: int, half: npt.DTypeLike) -> npt.NDArray[Any]:

@@ -14,6 +14,7 @@ from penstock.nn.layers import Where
 
 ACTIVATIONS = {
     "silu": F.silu,
+    "swish": F.silu,
     "gelu": F.gelu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, "tanh"),
     "gelu_new": lambda x: F.gelu(x, "tanh"),
@@ -27,9 +28,9 @@ def architecture_of(settings: Settings, **variants: Any) -> Architecture:
     key_heads = settings.integer("num_key_value_heads", heads)
     if heads % key_heads:
         raise settings.error("num_key_value_heads", f"a divisor of {heads}, the number of heads")
-    if not settings.has("head_dim") and width % heads:
+    if not (settings.has("head_dim") or "head_size" in variants) and width % heads:
         raise CheckpointError(f"{settings.where}: hidden_size {width} is no multiple of {heads} heads")
-    head_size = settings.integer("head_dim", width // heads)
+    head_size = variants.get("head_size") or settings.integer("head_dim", width // heads)
     context, layers = settings.integer("max_position_embeddings", 2048), settings.integer("num_hidden_layers")
     sizes = {
         "vocab_size": settings.integer("vocab_size"),

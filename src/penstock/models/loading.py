@@ -14,6 +14,7 @@ import numpy.typing as npt
 from penstock.errors import CheckpointError, PenstockWarning
 from penstock.graph.dtypes import DType
 from penstock.models.gguf import read_gguf
+from penstock.models.lora import CONFIG as ADAPTER
 from penstock.models.lora import load_lora
 from penstock.models.model import LanguageModel
 from penstock.models.quantized import keep_packed, prepare
@@ -23,17 +24,22 @@ from penstock.models.tokenizing import tokenizer_of
 from penstock.models.weights import StoredTensor, stored_tensors
 from penstock.nn.layers import Where
 from penstock.nn.state import assign
+from penstock.printable import shown
 from penstock.tensor.core import Tensor, from_numpy
 from penstock.tensor.dtypes import checked
 
 _LAYER = re.compile(r"\.(\d{1,6})\.")
 # Tensors that older files have beside the weights: masks, and frequencies.
 _NO_WEIGHT = re.compile(r".*(\.attn\.(masked_)?bias|\.rotary_emb\.inv_freq)")
+_FLOATS = ("F64", "F32", "F16", "BF16")
 _HEAD = "lm_head.weight"
 # Settings of generation that are not followed, and the values with which they change nothing.
 _IGNORED = {
     **dict.fromkeys(("bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens")),
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
+    **dict.fromkeys(("force_words_ids", "constraints", "penalty_alpha", "dola_layers", "top_h")),
+    **dict.fromkeys(("watermarking_config", "max_time")),
+    "token_healing": False,
     **dict.fromkeys(("guidance_scale", "encoder_repetition_penalty", "typical_p"), 1.0),
     **dict.fromkeys(
         ("no_repeat_ngram_size", "min_length", "min_new_tokens", "epsilon_cutoff", "eta_cutoff"), 0
@@ -83,11 +89,15 @@ def load(
         model = load_run(path, device)
         return _adapted(model if dtype is None else model.to(checked(dtype)), path, adapter)
     wanted = None if dtype is None else checked(dtype)
+    if wanted is not None and wanted.kind != "f":
+        raise ValueError(f"weights are floats, and {wanted} was given; ps.quantize makes integers of them")
     stored: Mapping[str, Stored]
     if path.suffix == ".gguf":
         config, stored = read_gguf(path, wanted)
         settings, folder = Settings(config, str(path)), path.parent
     else:
+        if not (folder / "config.json").exists() and (folder / ADAPTER).exists():
+            raise CheckpointError(f"{folder} holds adapters: load their model, with adapter={str(folder)!r}")
         settings = Settings(json_of(folder / "config.json"), str(folder / "config.json"))
         family_of(settings)  # before the files are read
         stored = stored_tensors(folder)
@@ -152,13 +162,15 @@ def _load_weights(
         # Files of a model without its head lack the first part of all names.
         theirs = theirs if theirs in stored else theirs.partition(".")[2]
         if theirs not in stored:
-            raise CheckpointError(f"{folder} lacks the weight {model.weight_name(name)[0]}")
+            weight = model.weight_name(name)[0]
+            raise CheckpointError(f"{folder} lacks the weight {weight}{_of_a_class(kind, settings)}")
         wanted = tensor.shape[::-1] if transposed else tensor.shape
         if stored[theirs].shape != wanted:
             raise CheckpointError(
                 f"{folder} does not hold a model of its own configuration: {theirs} has the shape "
                 f"{stored[theirs].shape}, and {wanted} by config.json"
             )
+        _check_dtype(folder, theirs, tensor, stored[theirs])
         used.add(theirs)
         sources.append((tensor, stored[theirs], transposed))
     beyond = sorted(name for name in stored if name not in used and not _NO_WEIGHT.fullmatch(name))
@@ -168,6 +180,7 @@ def _load_weights(
     if beyond:
         raise CheckpointError(
             f"{folder} has weights that the family {kind.model_type} does not: {', '.join(beyond[:3])}"
+            f"{_of_a_class(kind, settings)}"
         )
     dtype = _common_dtype(folder, settings, sources) if dtype is None else dtype
     for tensor, source, transposed in sources:
@@ -177,12 +190,29 @@ def _load_weights(
         assign(tensor, from_numpy(given, tensor.device))
 
 
+def _check_dtype(folder: Path, name: str, tensor: Tensor, source: Stored) -> None:
+    """Raise where a weight is no float in a file: it may be an integer that has a scale somewhere."""
+    if tensor.dtype.kind == "f" and isinstance(source, StoredTensor) and source.dtype not in _FLOATS:
+        raise CheckpointError(
+            f"{folder}: {name} is {shown(source.dtype)}, and weights are {', '.join(_FLOATS)}; "
+            f"of quantized models, those that penstock wrote and GGUF files are read"
+        )
+
+
+def _of_a_class(kind: Family, settings: Settings) -> str:
+    """What a message says of files that are of another class of transformers."""
+    named = settings.values.get("architectures")
+    if not isinstance(named, list) or not named or kind.architecture in named:
+        return ""
+    return f"; by config.json it is a {shown(named[0])}, not a {kind.architecture}"
+
+
 def _common_dtype(
     folder: Path, settings: Settings, sources: Sequence[tuple[Tensor, Stored, bool]]
 ) -> DType | None:
     """That of the configuration, as in transformers, where matrices have several."""
     files = [source for _, source, _ in sources if isinstance(source, StoredTensor) and len(source.shape) > 1]
-    kinds = sorted({str(file.numpy_dtype) for file in files if file.dtype in ("F64", "F32", "F16", "BF16")})
+    kinds = sorted({str(file.numpy_dtype) for file in files if file.dtype in _FLOATS})
     if len(kinds) < 2:
         return None
     name = settings.values.get("dtype") or settings.values.get("torch_dtype")  # of older configurations

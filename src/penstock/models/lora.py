@@ -45,7 +45,13 @@ _PLAIN: dict[str, Any] = {
     "layer_replication": None,
     "trainable_token_indices": None,
     "target_parameters": None,
+    "arrow_config": None,
+    "kasa_config": None,
+    "monteclora_config": None,
+    "velora_config": None,
 }
+# How adapters may have started. Other ways change the weights beside them, for which they are then trained.
+_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 def add_lora(
@@ -121,6 +127,8 @@ def load_lora(model: LanguageModel, folder: Path) -> None:
     """Give a model the adapters of a folder in PEFT's layout; a CheckpointError says what does not fit."""
     settings = Settings(json_of(folder / CONFIG), str(folder / CONFIG))
     settings.fixed(**_PLAIN)
+    if settings.values.get("init_lora_weights") not in _STARTS:
+        raise settings.error("init_lora_weights", "true, false, gaussian, eva or orthogonal")
     rank, alpha = settings.integer("r"), settings.number("lora_alpha", 8.0)
     layers = _linear_layers(model)
     stored = _checked(folder / WEIGHTS, model, layers, rank)

@@ -8,6 +8,8 @@ from penstock.models.registry import family
 from penstock.models.settings import Settings
 from penstock.nn.layers import Where
 
+_HEAD_SIZE = 128  # of Qwen 3, where a configuration lacks it
+
 
 @family("qwen2", architecture="Qwen2ForCausalLM")
 def qwen2(settings: Settings, device: Where) -> Transformer:
@@ -20,7 +22,12 @@ def qwen3(settings: Settings, device: Where) -> Transformer:
     """The model of a configuration of Qwen 3."""
     biased = settings.boolean("attention_bias", False)
     sizes = architecture_of(
-        settings, windows=_windows(settings), head_norms=True, qkv_bias=biased, out_bias=biased
+        settings,
+        head_size=settings.integer("head_dim", _HEAD_SIZE),
+        windows=_windows(settings),
+        head_norms=True,
+        qkv_bias=biased,
+        out_bias=biased,
     )
     return Transformer(sizes, device)
 
@@ -28,7 +35,8 @@ def qwen3(settings: Settings, device: Where) -> Transformer:
 def _windows(settings: Settings) -> tuple[int | None, ...]:
     """Layers from `max_window_layers` on have a window, if `use_sliding_window` says so."""
     layers = settings.integer("num_hidden_layers")
-    if not settings.boolean("use_sliding_window", False):
+    null = not settings.has("sliding_window") and "sliding_window" in settings.values
+    if null or not settings.boolean("use_sliding_window", False):
         return (None,) * layers
     first = settings.integer("max_window_layers", 28, least=0)
     kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]

@@ -78,18 +78,31 @@ def rotary_of(
     Version 5 of transformers has all of it in `rope_parameters`, older ones in `rope_theta` and
     `rope_scaling`.
     """
-    parameters = settings.part("rope_parameters")
-    if kind and parameters.has(kind):
-        parameters = parameters.part(kind)
-    scaling = parameters if parameters.values else settings.part("rope_scaling")
-    base = parameters.positive("rope_theta", settings.positive("rope_theta", usual))
+    scaling = _scaling_of(settings, kind)
+    base = scaling.positive("rope_theta", settings.positive("rope_theta", usual))
     name = scaling.values.get("rope_type", scaling.values.get("type", "default"))
     if name not in _SCALINGS:
         raise scaling.error("rope_type", f"one of {', '.join(_SCALINGS)}")
     if head_size % 2:
         raise CheckpointError(f"{settings.where}: a head of {head_size} items cannot be rotated in pairs")
-    parameters.fixed(partial_rotary_factor=1.0)
+    settings.fixed(partial_rotary_factor=1.0)
+    scaling.fixed(partial_rotary_factor=1.0)
     return _SCALINGS[name](plain(base, head_size, context), base, scaling)
+
+
+def _scaling_of(settings: Settings, kind: str) -> Settings:
+    """The part of a configuration that says how rotary embeddings are scaled."""
+    new, old = settings.part("rope_parameters"), settings.part("rope_scaling")
+    if kind and new.has(kind):
+        return new.part(kind)
+    if new.values and not old.values.items() <= new.values.items():
+        raise CheckpointError(
+            f"{settings.where} has rope_scaling and rope_parameters, which say other things"
+        )
+    scaling, length = new if new.values else old, "original_max_position_embeddings"
+    if not settings.has(length):
+        return scaling
+    return Settings({**scaling.values, length: settings.values[length]}, scaling.where)
 
 
 def plain(base: float, head_size: int, context: int) -> Rotary:

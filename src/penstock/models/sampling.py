@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +33,7 @@ MOST_TOP = 20  # likeliest tokens whose log-probabilities can be asked for, as i
 _ALL = 1 << 30  # top_k of those that have none
 _NUMBERS = (float, type(None), int, Real)  # the usual ones first, as Real is slow to tell
 _COLDEST = 1e-30  # logits divided by a lower temperature would be infinite; it takes the likeliest as well
+_HOTTEST = 1e30  # logits divided by it are all the same
 
 
 @dataclass(frozen=True)
@@ -60,15 +61,15 @@ class Sampling:
                 raise ValueError(f"{name} is a number, and {value!r} was given")
         if not self.temperature >= 0:
             raise ValueError(f"a temperature is 0 or more, and {self.temperature} was given")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k is 1 or more, and {self.top_k} was given")
+        if self.top_k is not None and not (self.top_k >= 1 and float(self.top_k).is_integer()):
+            raise ValueError(f"top_k is an integer of 1 or more, and {self.top_k} was given")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is in (0, 1], and {self.top_p} was given")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p is in [0, 1], and {self.min_p} was given")
-        if not self.repetition_penalty > 0:
+        if not 0 < self.repetition_penalty < math.inf:
             raise ValueError(f"a repetition_penalty is more than 0, and {self.repetition_penalty} was given")
-        if not 0 <= self.top_logprobs <= MOST_TOP:
+        if not isinstance(self.top_logprobs, Integral) or not 0 <= self.top_logprobs <= MOST_TOP:
             raise ValueError(f"top_logprobs is 0 to {MOST_TOP}, and {self.top_logprobs} was given")
 
 
@@ -114,7 +115,7 @@ def numbers_of(settings: Sequence[Sampling], rows: int = 0) -> npt.NDArray[np.fl
     """
     numbers = [
         (
-            max(setting.temperature, _COLDEST) if setting.temperature else 0.0,
+            min(max(setting.temperature, _COLDEST), _HOTTEST) if setting.temperature else 0.0,
             float(min(setting.top_k or _ALL, _ALL)),
             setting.top_p or 1.0,
             math.log(setting.min_p) if setting.min_p else -math.inf,

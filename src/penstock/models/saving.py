@@ -37,9 +37,12 @@ def save(model: LanguageModel, folder: Path, shard_bytes: int | str) -> None:
 def save_description(model: LanguageModel, folder: Path) -> None:
     """Write all but the weights: the configuration, and what belongs to the tokenizer."""
     config = {**model.file_config(), **file_setting(model), "dtype": str(model.head_weight.dtype)}
+    config.pop("torch_dtype", None)  # the name of older files, which may say another
     write_json(folder / "config.json", config)
     if model.generation_config:
         write_json(folder / "generation_config.json", dict(model.generation_config))
+    else:  # of a model that was saved here before
+        (folder / "generation_config.json").unlink(missing_ok=True)
     if model.tokenizer is not None:
         if isinstance(model.tokenizer, TextTokenizer):
             model.tokenizer.save_to(folder)

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from penstock.models.model import LanguageModel
 
 
+_BEFORE = 8  # ids of a prompt, which tell whether there is a space before what follows
+
+
 class Piece(NamedTuple):
     """A token as it is generated. The text is what it completes, and may be empty."""
 
@@ -75,6 +78,11 @@ class TokenSequence:
         self.finish_reason: str | None = None
         self._stop, self._stop_tokens = wanted.stop, wanted.stop_tokens
         self._decoder = None if model.tokenizer is None else model.tokenizer.stream()
+        if isinstance(self._decoder, TextStream):
+            self._decoder.follow(prompt[-_BEFORE:])
+        self._textless = model.vocab_size  # the first id that has no text: a model may have more ids
+        if isinstance(self._decoder, StreamDecoder) and model.tokenizer is not None:
+            self._textless = model.tokenizer.vocab_size
         self._held = ""  # text that may be the beginning of a stop string
         # What a scheduler knows of it. Positions count from `origin`, the first token that is attended to.
         self.order = -1  # of arrival
@@ -121,7 +129,7 @@ class TokenSequence:
     def _text(self, token: int, decoder: TextStream | StreamDecoder) -> str:
         """The text that a further token completes; a stop string in it ends the sequence."""
         text = self._held
-        if token not in self._stop_tokens:
+        if token not in self._stop_tokens and token < self._textless:
             text += decoder.push([token])
         if self.finish_reason:
             text += decoder.finish()

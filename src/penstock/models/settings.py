@@ -96,10 +96,9 @@ class Settings:
     def fixed(self, **wanted: Any) -> None:
         """Raise where a key has another value than the only one that is supported."""
         for name, value in wanted.items():
-            if self.values.get(name, value) != value:
-                raise CheckpointError(
-                    f"{self.where}: {name} has to be {value}, not {shown(self.values[name])}"
-                )
+            given = self.values.get(name)
+            if given is not None and given != value and (given or value):  # any two empty values are the same
+                raise CheckpointError(f"{self.where}: {name} has to be {value}, not {shown(given)}")
 
     def error(self, name: str, wanted: str) -> CheckpointError:
         """What is wrong with a key."""

@@ -20,6 +20,9 @@ from penstock.printable import shown
 
 if TYPE_CHECKING:
     import tokenizers
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -50,6 +53,10 @@ class TextTokenizer:
         given = ids if isinstance(ids, list) else np.asarray(ids, np.int64).ravel().tolist()
         return self._model.decode(given, skip_special_tokens=True)
 
+    def name(self, token: int) -> str:
+        """The text of a single id; that of a special token, too."""
+        return self._model.decode([token], skip_special_tokens=False)
+
     def stream(self) -> TextStream:
         """Decodes ids as they come."""
         return TextStream(self)
@@ -61,8 +68,9 @@ class TextTokenizer:
         """
         if not self.template:
             raise CheckpointError(f"there is no chat template in {SETTINGS} or {TEMPLATE}")
-        special = {name: _content(self._settings.get(name)) for name in _SPECIAL}
-        text = _rendered(self.template, {**special, "add_generation_prompt": True, **values}, messages)
+        given: dict[str, Any] = {name: _content(self._settings.get(name)) for name in _SPECIAL}
+        given |= {"tools": None, "documents": None, "add_generation_prompt": True}
+        text = _rendered(self.template, given | values, messages)
         return self.encode(text, special=False)
 
     def to_json(self) -> str:
@@ -121,24 +129,43 @@ def _content(token: Any) -> str:
 
 
 def _rendered(template: str, values: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> str:
-    try:
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError:
-        raise CheckpointError("chat templates need jinja2: pip install 'penstock[chat]'") from None
-
-    def refuse(message: str) -> NoReturn:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-    environment.globals |= {
-        "raise_exception": refuse,
-        "strftime_now": lambda form: datetime.now().strftime(form),
-    }
+    environment = _environment()
     try:
         return environment.from_string(template).render(messages=list(messages), **values)
     except Exception as error:  # a template is a program, and may fail in any way
         raise CheckpointError(f"the chat template does not take these messages: {error}") from None
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """What templates are written for: that of transformers."""
+    try:
+        from jinja2 import TemplateError
+        from jinja2.ext import Extension
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError:
+        raise CheckpointError("chat templates need jinja2: pip install 'penstock[chat]'") from None
+
+    class Answers(Extension):
+        """Takes the tags around answers, `{% generation %}`, which say what to train on, and nothing here."""
+
+        tags = {"generation"}  # noqa: RUF012 - as the base class has it
+
+        def parse(self, parser: Parser) -> list[Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def refuse(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Answers]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals |= {
+        "raise_exception": refuse,
+        "strftime_now": lambda form: datetime.now().strftime(form),
+    }
+    return environment

@@ -6,6 +6,7 @@ So neither reading nor writing has a model in the memory of the host.
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ _DTYPES: dict[str, npt.DTypeLike] = {
     "BOOL": np.bool_,
 }
 _NAMES = {str(np.dtype(dtype)): name for name, dtype in _DTYPES.items()}
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # names of files that may hold weights
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _WORD = struct.Struct("<Q")  # the length of the header
 
 
@@ -74,6 +77,8 @@ class StoredTensor:
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of a folder by name: in `model.safetensors`, or in the files of an index."""
     if not (folder / INDEX).is_file():
+        if not (folder / SINGLE).exists():
+            raise CheckpointError(f"{folder} has no {SINGLE} and no {INDEX}{_others(folder)}")
         return dict(tensors_in(folder / SINGLE))
     try:
         places = parse_json(read_text(folder / INDEX))["weight_map"]
@@ -85,13 +90,22 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(f"{folder / INDEX} names files outside of its folder: {shown(files)}")
     result: dict[str, StoredTensor] = {}
     for file in files:
-        result |= tensors_in(folder / file)
+        # Another file may have an older tensor of the same name.
+        result |= {
+            name: tensor for name, tensor in tensors_in(folder / file) if places.get(name, file) == file
+        }
     missing = sorted(set(places) - set(result))
     if missing:
         raise CheckpointError(
             f"{folder / INDEX} lists {missing[0]}, which {places[missing[0]]} does not have"
         )
     return result
+
+
+def _others(folder: Path) -> str:
+    """What a message says of files that may hold the weights in another way."""
+    names = sorted(path.name for path in folder.glob("*") if path.suffix in _WEIGHTS)
+    return f"; it has {', '.join(names[:3])}" if names else ""
 
 
 def tensors_in(path: Path) -> Iterator[tuple[str, StoredTensor]]:
@@ -125,6 +139,7 @@ def write_tensors(folder: Path, weights: Sequence[tuple[str, Tensor, bool]], sha
     if len(shards) == 1:
         write_file(folder / SINGLE, shards[0])
         (folder / INDEX).unlink(missing_ok=True)
+        _remove_shards(folder, set())
         return
     places: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
@@ -136,6 +151,14 @@ def write_tensors(folder: Path, weights: Sequence[tuple[str, Tensor, bool]], sha
     with atomic_file(folder / INDEX) as file_:
         file_.write((json.dumps(index, indent=2) + "\n").encode())
     (folder / SINGLE).unlink(missing_ok=True)
+    _remove_shards(folder, set(places.values()))
+
+
+def _remove_shards(folder: Path, written: set[str]) -> None:
+    """Remove the files of an earlier model in a folder."""
+    for path in folder.iterdir():
+        if _SHARD.fullmatch(path.name) and path.name not in written:
+            path.unlink()
 
 
 def write_file(path: Path, weights: Sequence[tuple[str, Tensor, bool]]) -> None:

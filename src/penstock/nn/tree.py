@@ -52,6 +52,24 @@ def all_paths(root: Module) -> Iterator[tuple[str, Tensor]]:
         stack += [(_joined(path, name), part, (*above, id(value))) for name, part in reversed(inside)]
 
 
+def tensors_inside(root: Module) -> list[Tensor]:
+    """Every tensor of a tree, at each of its places: quicker than `walk`, as it makes no paths."""
+    from penstock.nn.module import Module
+
+    found: list[Tensor] = []
+    seen: set[int] = set()
+    stack: list[Any] = [root]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, Tensor):
+            found.append(part)
+        elif isinstance(part, (Module, list, tuple, dict)) and id(part) not in seen:
+            seen.add(id(part))
+            inside = vars(part) if isinstance(part, Module) else part
+            stack += inside.values() if isinstance(inside, dict) else inside
+    return found
+
+
 def members(module: Module) -> Iterator[tuple[str, Any]]:
     """The direct tensors and modules of a module, including those in containers, each once."""
     seen: set[int] = set()

@@ -8,7 +8,8 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
-from penstock.models import Piece
+from penstock.data import Tokenizer
+from penstock.models import Piece, TextTokenizer
 from penstock.serving.errors import as_json
 from penstock.serving.generation import Generation
 from penstock.serving.parameters import Asked
@@ -16,6 +17,11 @@ from penstock.serving.parameters import Asked
 DONE = "data: [DONE]\n\n"
 ALIVE = ": waiting\n\n"  # a comment, which clients skip
 _TEXT = "\0"  # in the place of a text: no name of a model has it
+
+
+def token_text(tokenizer: TextTokenizer | Tokenizer, token: int) -> str:
+    """What log-probabilities call a token: its text, which a special token has too."""
+    return tokenizer.name(token) if isinstance(tokenizer, TextTokenizer) else tokenizer.decode([token])
 
 
 class Shape(Protocol):

@@ -8,6 +8,7 @@ from penstock.data import Tokenizer
 from penstock.errors import PenstockError
 from penstock.models import Piece, TextTokenizer
 from penstock.models.sampling import MOST_TOP
+from penstock.serving.answers import token_text
 from penstock.serving.errors import refused
 from penstock.serving.fields import Fields
 from penstock.serving.parameters import Asked, Target, parameters_of, tokens_left
@@ -104,7 +105,7 @@ class Messages:
         return {**self._with_logprob(piece.id, piece.logprob), "top_logprobs": likeliest}
 
     def _with_logprob(self, token: int, logprob: float | None) -> dict[str, Any]:
-        text = self._tokenizer.decode([token])
+        text = token_text(self._tokenizer, token)
         # A token may be a part of a character: then its bytes are not told.
         content = None if "\ufffd" in text else list(text.encode())
         return {"token": text, "logprob": logprob, "bytes": content}

@@ -7,6 +7,7 @@ from typing import Any
 from penstock.data import Tokenizer
 from penstock.errors import PenstockError
 from penstock.models import Piece, TextTokenizer
+from penstock.serving.answers import token_text
 from penstock.serving.errors import refused
 from penstock.serving.fields import Fields, is_integer
 from penstock.serving.parameters import Asked, Target, parameters_of, tokens_left
@@ -62,7 +63,7 @@ class Texts:
             offsets.append(offset)
             offset += len(piece.text)
         return {
-            "tokens": [self._tokenizer.decode([piece.id]) for piece in pieces],
+            "tokens": [token_text(self._tokenizer, piece.id) for piece in pieces],
             "token_logprobs": [piece.logprob for piece in pieces],
             "top_logprobs": [self._likeliest(piece) for piece in pieces] if pieces[0].top_logprobs else None,
             "text_offset": offsets,
@@ -72,7 +73,7 @@ class Texts:
         """By their texts, the likeliest tokens; the token itself is always among them."""
         result: dict[str, float | None] = {}
         for token, logprob in (*piece.top_logprobs, (piece.id, piece.logprob)):
-            result.setdefault(self._tokenizer.decode([token]), logprob)
+            result.setdefault(token_text(self._tokenizer, token), logprob)
         return result
 
 

@@ -25,12 +25,13 @@ def settled(config: Config) -> Config:
     A SettingError names what does not go together, or that there is no such model.
     """
     setting = config.model
+    if not config.lora.rank and (name := _changed(config.lora, "alpha", "dropout", "targets")):
+        raise SettingError(f"lora.{name} is for adapters, and without a rank (--lora 8) there are none")
     if not setting.name:
         _check_no_adapters(config, "a GPT of one's own")
         return config if setting.context else config.changed({"model": {"context": CONTEXT}})
-    for item in fields(setting):
-        if item.name in ("width", "layers", "heads") and getattr(setting, item.name) != item.default:
-            raise SettingError(f"model.{item.name} is for a GPT of one's own, and not for {setting.name}")
+    if name := _changed(setting, "width", "layers", "heads"):
+        raise SettingError(f"model.{name} is for a GPT of one's own, and not for {setting.name}")
     if setting.is_size:
         _check_no_adapters(config, f"the named size {setting.name}")
         own = SIZES[setting.name][context_key(SIZES[setting.name])]
@@ -39,6 +40,8 @@ def settled(config: Config) -> Config:
         return config.changed({"model": {"context": setting.context or min(own, MOST_CONTEXT)}})
     if setting.dropout:
         raise SettingError("model.dropout is for training from scratch; that of adapters is lora.dropout")
+    if _changed(config.data, "tokenizer"):
+        raise SettingError(f"data.tokenizer is for training from scratch; {setting.name} has its own")
     path = Path(setting.name).absolute()
     if not path.exists():
         raise SettingError(
@@ -49,6 +52,12 @@ def settled(config: Config) -> Config:
     return config.changed(
         {"model": {"name": str(path), "context": setting.context or min(own, MOST_CONTEXT)}}
     )
+
+
+def _changed(section: Any, *names: str) -> str:
+    """The first of these settings that does not have its default value; empty: all have."""
+    changed = (item.name for item in fields(section) if getattr(section, item.name) != item.default)
+    return next((name for name in changed if name in names), "")
 
 
 def _check_no_adapters(config: Config, what: str) -> None:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 import penstock as ps
 from penstock.data import Tokenizer, load_tokenizer
+from penstock.data.tokenizer import TextStream
 from penstock.errors import CheckpointError
 from penstock.models import LanguageModel, TextTokenizer
 from penstock.nn.layers import Where, undrawn
@@ -63,6 +64,8 @@ def stream_text(
     """The text that follows the tokens of a prompt, piece by piece."""
     decoder = tokenizer.stream()
     ids = np.asarray(prompt).reshape(-1).tolist()
+    if isinstance(decoder, TextStream):
+        decoder.follow(ids)
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     for piece in model.stream(ids, count, **options):
         yield decoder.push([piece.id])

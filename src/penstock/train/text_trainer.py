@@ -141,7 +141,7 @@ class TextTrainer(Trainer):
     def prompt(self) -> npt.NDArray[np.int32]:
         """The prompt of the sample: tokens that were not trained on, if there are any."""
         tokens = self._store.validation if len(self._store.validation) else self._store.train
-        return tokens[:_PROMPT].astype(np.int32)
+        return tokens[: min(_PROMPT, self.model.context)].astype(np.int32)
 
     def _open_text(self, resumed: Checkpoint | None, model: LanguageModel | None) -> list[ps.Tensor]:
         """Open the text and its tokenizer; the batches for validation."""

@@ -70,7 +70,7 @@ def on_gpu(
 
 def _on_cpu(sizes: Sizes, capabilities: Capabilities) -> KernelSource:
     """A task has a split of a group of heads, in tiles of positions."""
-    lanes, width = lanes_of(sizes.size, capabilities)
+    lanes, width = lanes_of(sizes.size, sizes.type, capabilities)
     k = kernel_of("attend_to_pages", sizes, capabilities)
     tasks = Tasks(sizes.units * sizes.splits, capabilities)
     scores = k.shared("scores", sizes.type, sizes.together * _TILE, width=lanes)

@@ -126,7 +126,7 @@ class _Tiles:
         self, k: KernelBuilder, sizes: _Sizes, block: _Block, lines: int, capabilities: Capabilities
     ) -> None:
         self._k, self._sizes, self._block, self._lines = k, sizes, block, lines
-        self._lanes, self._width = lanes_of(sizes.size, capabilities)
+        self._lanes, self._width = lanes_of(sizes.size, sizes.type, capabilities)
         items = lines * sizes.size
         self._queries, self._results = (k.shared(name, sizes.type, items) for name in ("queries", "results"))
         self._keys = k.shared("keys", sizes.type, sizes.size * _TILE, width=self._lanes)
@@ -292,9 +292,9 @@ class _Tiles:
                         k.store(self._results, (line + own) * size + first, total)
 
 
-def lanes_of(size: int, capabilities: Capabilities) -> tuple[int, int]:
+def lanes_of(size: int, dtype: str, capabilities: Capabilities) -> tuple[int, int]:
     """The lanes of a CPU's vectors of positions, and of those of a head's items, which may be 1."""
-    lanes = max(capabilities.vector_width, _LEAST_VECTOR)
+    lanes = _LEAST_VECTOR if dtype == "float64" else max(capabilities.vector_width, _LEAST_VECTOR)
     return lanes, next(width for width in (lanes, _LEAST_VECTOR, 1) if not size % width)
 
 
