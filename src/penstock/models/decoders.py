@@ -128,14 +128,16 @@ class Decoder:
         self._known_settings: tuple[list[Sampling], int, Tensor] | None = None  # that steps were given last
         self._last: dict[str, tuple[npt.NDArray[Any], Tensor]] = {}  # what was uploaded last, by name
 
-    def fits(self, model: LanguageModel, slots: int, pages: int) -> bool:
-        """Whether it can be taken: by a model whose tensors are still those that its programs have."""
-        weight, tensors = model.head_weight, tensors_inside(model)
-        asked = (slots, pages, resolve(weight.device), weight.dtype, len(tensors))
-        own = (self.slots, self._asked, self.device, self._dtype, len(self._tensors))
-        return own == asked and all(
-            known() is tensor for known, tensor in zip(self._tensors, tensors, strict=True)
-        )
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for decoders that can take the same sequences."""
+        return self.slots, self._asked, self.device, self._dtype
+
+    def serves(self, model: LanguageModel) -> bool:
+        """Whether the tensors of a model are still those that the programs have."""
+        tensors = tensors_inside(model)
+        same = len(tensors) == len(self._tensors)
+        return same and all(known() is now for known, now in zip(self._tensors, tensors, strict=True))
 
     @property
     def _network(self) -> LanguageModel:
@@ -491,7 +493,8 @@ class Decoders:
         """A decoder that nobody else uses."""
         with self._lock:
             idle, self._idle = self._idle, None
-        if idle is not None and idle.fits(model, slots, pages):
+        weight = model.head_weight
+        if idle is not None and idle.key == (slots, pages, resolve(weight.device), weight.dtype):
             return idle
         return Decoder(model, slots, pages)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.errors import PenstockWarning
-from penstock.models.decoders import Decoders
+from penstock.models.decoders import Decoder, Decoders
 from penstock.models.paging import pages_of, token_array
 from penstock.models.programs import bucket
 from penstock.models.sampling import Sampling
@@ -46,36 +46,47 @@ def streamed(model: LanguageModel, prompts: Any, max_tokens: int, options: dict[
     many = _prompts(prompts)[1]
     seeds = _seeds(options.get("seed"), len(many))
     wanted = wanted_of(model, max_tokens, {**options, "seed": None})
-    sequences = [
-        TokenSequence(
-            model, index, prompt_ids(model, prompt), wanted if seed is None else replace(wanted, seed=seed)
-        )
-        for index, (prompt, seed) in enumerate(zip(many, seeds, strict=True))
+    asked = [
+        (prompt_ids(model, prompt), wanted if seed is None else replace(wanted, seed=seed))
+        for prompt, seed in zip(many, seeds, strict=True)
     ]
-    if not sequences or not max_tokens:
-        return iter(())
-    return _pieces(model, sequences)
+    return _pieces(model, asked) if asked and max_tokens else iter(())
 
 
-def _pieces(model: LanguageModel, sequences: list[TokenSequence]) -> Iterator[Piece]:
-    needed = max(len(sequence.ids) + sequence.max_tokens for sequence in sequences)
+def _pieces(model: LanguageModel, asked: Sequence[tuple[array[int], Wanted]]) -> Iterator[Piece]:
+    """The pieces that follow token ids."""
+    needed = max(len(ids) + wanted.max_tokens for ids, wanted in asked)
     if model._decoders is None:
         vars(model)["_decoders"] = Decoders()
     decoders = model._decoders
     assert decoders is not None
-    slots = bucket(len(sequences), 1, 1 << 30)
+    slots = bucket(len(asked), 1, 1 << 30)
     positions = bucket(needed, min(_CAPACITY, model.context), model.context)
-    decoder = decoders.take(model, slots, slots * pages_of(positions))
     pieces: deque[Piece] = deque()
-    try:
+
+    def begun(decoder: Decoder) -> Scheduler:
+        """A scheduler of all sequences, whose first step the decoder has."""
         decoder.begin()
         scheduler = Scheduler(decoder, lambda sequence, piece: pieces.append(piece), prompts_first=True)
-        for sequence in sequences:
-            scheduler.add(sequence)
-        while scheduler.busy:
-            scheduler.advance()
+        for number, (ids, wanted) in enumerate(asked):
+            scheduler.add(TokenSequence(model, number, ids, wanted))
+        scheduler.advance()
+        return scheduler
+
+    decoder = decoders.take(model, slots, slots * pages_of(positions))
+    try:
+        scheduler = begun(decoder)
+        if not decoder.serves(model):  # found out while the device computes
+            decoder.release()
+            pieces.clear()
+            decoder = Decoder(model, slots, slots * pages_of(positions))
+            scheduler = begun(decoder)
+        while True:
             while pieces:
                 yield pieces.popleft()
+            if not scheduler.busy:
+                break
+            scheduler.advance()
     finally:
         decoders.give_back(decoder)
 

@@ -97,8 +97,8 @@ def _in_cluster(splits: int, most: int, seen: int, size: int) -> int:
     """How many splits a cluster has in place of these; 1 where it would be too few, or more than `most`.
 
     Each workgroup has a compute unit for itself. With two of them in each, clusters begin late, and a step
-    takes longer: on an H200, one of four sequences of Llama-1B took 0.92 ms, and 0.88 without clusters, but one
-    of two 0.86 and 0.89.
+    takes longer: on an H200, one of four sequences of Llama-1B took 0.92 ms, and 0.88 without clusters, but
+    one of two 0.86 and 0.89.
     """
     count = min(1 << splits.bit_length() - 1, _CLUSTER)
     enough = count == splits or seen // count <= _MOST_ROUNDS * ROUND[size]
