@@ -9,6 +9,7 @@ the values.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from penstock.drivers.driver import Capabilities
 from penstock.kernels.builder import KernelBuilder, Memory
@@ -35,6 +36,9 @@ _WARP = 32
 _WARPS = MORE_THREADS // _WARP
 _WORDS = 4  # that a thread reads at once, of two items each
 _PAIRS = (0, 1, 8, 9)  # the positions of a tile whose values and scores a thread has, apart from its part
+# The next positions are read before the present ones are taken where a thread has registers for both, which
+# depends on the size of a head, and a split has so many rounds.
+_AHEAD, _LONG = (64,), 2
 _NONE = Const(0, Type("uint32"))  # two items of the empty rows
 
 
@@ -48,7 +52,8 @@ def by_tiles(
     begin, start, stop = unit.tiles_of_positions(last, TILE)
     new, stored = stored_until(k, last, puts, start, stop)
     warp = _Warp(k, sizes, unit, Memory(pages.name, "uint32"), (begin, stored))
-    blocks = max(min(ROUND[sizes.size], sizes.share) // (_WARPS * TILE), 1)
+    ahead = sizes.size in _AHEAD and sizes.share >= _LONG * ROUND[sizes.size]
+    blocks = 1 if ahead else max(min(ROUND[sizes.size], sizes.share) // (_WARPS * TILE), 1)
     each = _WARPS * blocks * TILE
     pages_of_tiles = [k.variable(f"page{block}", warp.page(start, block, blocks)) for block in range(blocks)]
 
@@ -64,11 +69,18 @@ def by_tiles(
         step.wait(k)
         step.begin(k, sizes, unit, MORE_THREADS, sizes.size)
     warp.take_queries(step)
-    for tile in first:
-        warp.take(tile)
-    with k.loop("base", start + each, stored, each) as base:
-        for tile in read(base):
-            warp.take(tile)
+    positions_left = k.loop("base", start + each, stored, each)
+    if ahead:
+        held = [warp.held(tile) for tile in first]
+        with positions_left as base:
+            tiles = read(base)
+            warp.take(held)
+            warp.hold(held, tiles)
+        warp.take(held)
+    else:
+        warp.take(first)
+        with positions_left as base:
+            warp.take(read(base))
     if step is not None:
         step.put(k, unit, last, new.eq(1))
     _join(k, sizes, unit, warp, step, new)
@@ -85,6 +97,11 @@ class _Block:
         self.keys: list[list[Expr]] = []  # of both halves of the positions, in words
         self.values: list[list[Expr]] = []  # of four positions
         self.seen: list[Var] = []  # whether these are attended to
+
+    @property
+    def everything(self) -> list[Expr]:
+        """All of it."""
+        return [*chain(*self.keys, *self.values), *self.seen]
 
 
 class _Warp:
@@ -160,8 +177,29 @@ class _Warp:
             result += [k.lane(read, word) for word in range(_WORDS)]
         return result
 
-    def take(self, block: _Block) -> None:
-        """Take the positions of a tile."""
+    def held(self, block: _Block) -> _Block:
+        """What was read of a tile, in variables."""
+        k, result = self._k, _Block()
+        result.keys = [[k.variable(k.fresh("held_key"), word) for word in words] for words in block.keys]
+        result.values = [
+            [k.variable(k.fresh("held_value"), word) for word in words] for words in block.values
+        ]
+        result.seen = [k.variable(k.fresh("held_seen"), seen) for seen in block.seen]
+        return result
+
+    def hold(self, held: Sequence[_Block], tiles: Sequence[_Block]) -> None:
+        """Have other tiles in these variables."""
+        for old, new in zip(held, tiles, strict=True):
+            for variable, value in zip(old.everything, new.everything, strict=True):
+                assert isinstance(variable, Var)
+                self._k.assign(variable, value)
+
+    def take(self, tiles: Sequence[_Block]) -> None:
+        """Take the positions of tiles."""
+        for tile in tiles:
+            self._take(tile)
+
+    def _take(self, block: _Block) -> None:
         k, dtype = self._k, self._sizes.dtype
         scores: list[Expr] = []
         for half, keys in enumerate(block.keys):
