@@ -256,6 +256,9 @@ def test_generation_config_is_the_default(model: LanguageModel) -> None:
     likeliest = by_whole_model(model, [2, 3], 5)
     assert model.generate([2, 3], 5).ids == likeliest
     assert model.generate([2, 3], 40, temperature=3.0, top_k=40, seed=1).ids[:5] != likeliest
+    model.generation_config = {"do_sample": False, "top_k": 40}
+    assert model.generate([2, 3], 5).ids == likeliest
+    assert model.generate([2, 3], 40, temperature=3.0, seed=1).ids[:5] != likeliest
     model.generation_config = {"repetition_penalty": 5.0}
     penalized = model.generate([2, 3], 20, temperature=0).ids
     assert penalized != model.generate([2, 3], 20, temperature=0, repetition_penalty=1.0).ids

@@ -72,7 +72,7 @@ def generate(
             raise SettingError(
                 f"{model} has no tokenizer.json, so a prompt is ids such as '17 4', and {prompt!r} was given"
             ) from None
-    usual = None if network.generation_config.get("do_sample") else 0.8
+    usual = 0.8 if network.generation_config.get("do_sample") is None else None
     options = {
         "temperature": usual if temperature is None else temperature,
         "top_k": top_k,

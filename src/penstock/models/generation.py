@@ -104,10 +104,13 @@ def wanted_of(model: LanguageModel, max_tokens: int, options: Mapping[str, Any])
         usual = {name: defaults.get(name) for name in _SAMPLING}
         chosen = {name: value for name, value in usual.items() if value is not None} | chosen
         chosen["top_k"] = chosen.get("top_k") or None  # 0 is none in Hugging Face's files
-    elif (
-        penalty := defaults.get("repetition_penalty")
-    ) is not None:  # the likeliest token depends on it, too
-        chosen.setdefault("repetition_penalty", penalty)
+    else:
+        if defaults.get("do_sample") is not None:
+            chosen.setdefault("temperature", 0.0)
+        if (
+            penalty := defaults.get("repetition_penalty")
+        ) is not None:  # the likeliest token depends on it, too
+            chosen.setdefault("repetition_penalty", penalty)
     stop = _stop_strings(model, options)
     tokens = options.get("stop_tokens")
     if tokens is None:
