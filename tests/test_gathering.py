@@ -118,6 +118,18 @@ def test_values_that_others_replaced_are_not_given_back(device: Device, reused: 
     same(tensors, [np.full(shape, 1, dtype) for shape, dtype in SIZES])
 
 
+def test_values_that_moved_are_not_given_back(device: Device, reused: Reused) -> None:
+    tensors = taken(reused, device, 1)
+    others = gathered([np.full(9, 5, np.float32)], device)
+    gather([*tensors, *others])  # into one allocation, if they are not in one
+    for tensor in tensors[:1]:
+        tensor._node.value = device.upload(np.full((3, 70), 1, np.float32))
+    reused.give_back([tensor._node for tensor in tensors])
+    device.upload(np.full(4096, 9, np.uint8))
+    same(tensors, [np.full(shape, 1, dtype) for shape, dtype in SIZES])
+    same(others, [np.full(9, 5, np.float32)])
+
+
 # Tensors
 
 

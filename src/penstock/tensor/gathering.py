@@ -71,6 +71,7 @@ class Reused:
     def __init__(self, shapes: Sequence[Shape], dtypes: Sequence[DType], device: Device) -> None:
         self._shapes, self._dtypes, self._device = shapes, dtypes, device
         self._taken: list[weakref.ref[Node]] = []
+        self._places: list[tuple[int, int]] = []
         self._lent: tuple[list[Buffer], list[Node]] | None = None
 
     def take(self) -> list[Node]:
@@ -83,13 +84,14 @@ class Reused:
             del lent, wholes, nodes
         new = [tensor._node for tensor in empty_gathered(self._shapes, self._dtypes, self._device)]
         self._taken = list(map(weakref.ref, new))
+        self._places = [node.value.place for node in new if isinstance(node.value, Buffer)]
         return new
 
     def give_back(self, nodes: list[Node]) -> None:
-        """Give the memory of these values back, if they are still those that were taken; nobody uses them."""
+        """Give the memory of these values back, if they lie where they did at first; nobody uses them."""
         if [taken() for taken in self._taken] != nodes or self._device.dispatcher is not None:
             return
-        if any(node.value.hosted for node in nodes):
+        if [node.value.place for node in nodes] != self._places or any(node.value.hosted for node in nodes):
             return
         wholes = list({id(node.value.whole): node.value.whole for node in nodes}.values())
         with held_back:
