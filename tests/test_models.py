@@ -255,6 +255,14 @@ def built(case: str, *without: str, **change: Any) -> Any:
     return ps.models.build(config | change, device="host")
 
 
+def test_only_a_configuration_is_built() -> None:
+    name: Any = "llama-1b"
+    with pytest.raises(
+        TypeError, match=r"keys of a config.json, and 'llama-1b' was given; ps.models.load reads"
+    ):
+        ps.models.build(name)
+
+
 def test_a_configuration_without_a_key_means_what_transformers_has_by_default() -> None:
     assert built("gemma2", "attn_logit_softcapping").sizes.softcap == 50
     assert built("gemma2", "final_logit_softcapping").sizes.logit_softcap == 30

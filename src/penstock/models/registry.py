@@ -65,6 +65,11 @@ def build(config: Mapping[str, Any], device: Where = None) -> LanguageModel:
 
     The keys are those of Hugging Face's `config.json`.
     """
+    if not isinstance(config, Mapping):
+        raise TypeError(
+            f"a configuration is a dict with the keys of a config.json, and {config!r} was given; "
+            f"ps.models.load reads a folder"
+        )
     settings = Settings(config, "the configuration")
     model = configured(family_of(settings), settings, device)
     model.draw_weights()
