@@ -383,7 +383,7 @@ def test_bad_sizes_shapes_and_dtypes_are_named() -> None:
         r"from 0 to 4, and \[7\]": lambda: model.generate([7], 1).ids,
         r"and \[\] was given": lambda: model.generate([], 1).ids,
         "a temperature is 0 or more": lambda: model.generate([1], 1, temperature=-1).ids,
-        "top_k is 1 or more": lambda: model.generate([1], 1, top_k=0).ids,
+        "top_k is an integer of 1 or more": lambda: model.generate([1], 1, top_k=0).ids,
         r"top_p is in \(0, 1\]": lambda: model.generate([1], 1, top_p=0.0).ids,
     }.items():
         with pytest.raises(ValueError, match=message):
@@ -583,9 +583,11 @@ def test_generating_with_the_cache_is_what_the_whole_model_says() -> None:
 
 def test_generating_goes_beyond_the_context_and_repeats_with_its_seed() -> None:
     model = nn.GPT(vocab_size=11, context=4, width=8, layers=1, heads=2, dropout=0.3)
-    first = model.generate([1, 2, 3, 4, 5, 6], 12, seed=5).ids
-    assert first == model.generate([1, 2, 3, 4, 5, 6], 12, seed=5).ids
-    assert first != model.generate([1, 2, 3, 4, 5, 6], 12, seed=6).ids
+    first = model.generate([3, 4, 5, 6], 12, seed=5).ids
+    assert first == model.generate([3, 4, 5, 6], 12, seed=5).ids
+    assert first != model.generate([3, 4, 5, 6], 12, seed=6).ids
+    with pytest.warns(ps.errors.PenstockWarning, match="has 6 tokens, and the model reads the last 4"):
+        assert first == model.generate([1, 2, 3, 4, 5, 6], 12, seed=5).ids
     assert all(0 <= token < 11 for token in first)
     assert model.training, "the mode is what it was"
     likely = model.generate([1], 6, temperature=0).ids

@@ -12,7 +12,7 @@ from itertools import product
 from penstock.execution.ahead_operations import array, half_precision, moves, sorts
 from penstock.graph.contraction import matmul
 from penstock.graph.convolution import padded
-from penstock.graph.dtypes import bool_, float32, uint64
+from penstock.graph.dtypes import HALF_PRECISION, bool_, float32, uint64
 from penstock.graph.elementwise import erf, full
 from penstock.graph.node import Node, Shape, placeholder
 from penstock.graph.reducing import (
@@ -133,8 +133,9 @@ def _single_rows(rows: int, columns: int) -> Iterator[Node]:
     """What a CPU does in another way for a single row, and for short ones."""
     for descending in (False, True):
         yield sort(array((rows * columns,)), 0, descending)
-    for find in (argmax, argmin):
-        yield find(array((rows, 5 + columns % 2)), 1)
+    for dtype in (float32, *HALF_PRECISION):
+        for find in (argmax, argmin):
+            yield find(array((rows, 5 + columns % 2), dtype), 1)
 
 
 def reductions(rows: int, columns: int) -> Iterator[Node]:

@@ -30,7 +30,7 @@ _OF_INTEGERS = (
     *("add", "subtract", "multiply", "floor_divide", "remainder", "maximum", "minimum"),
     *("equal", "not_equal", "less", "less_equal", "greater", "greater_equal"),
 )
-LIST = _UNARY, _BINARY, _COMPARISONS, _OF_NUMBERS, _CASTS, _OF_INTEGERS, 2  # counts what else changed
+LIST = _UNARY, _BINARY, _COMPARISONS, _OF_NUMBERS, _CASTS, _OF_INTEGERS, 3  # counts what else changed
 
 
 def array(shape: Shape, dtype: DType = float32) -> Node:
@@ -123,8 +123,9 @@ def sorts(rows: int, columns: int) -> Iterator[Node]:
         yield argsort(x, 1, descending)
     for axis in (0, 1):
         yield cumulative_sum(x, axis)
-    for find in (argmax, argmin):
-        yield find(x, 1)
+    for dtype in (float32, *HALF_PRECISION):
+        for find in (argmax, argmin):
+            yield find(array((rows, columns), dtype), 1)
 
 
 def _elementwise(x: Node, y: Node) -> Iterator[Node]:
