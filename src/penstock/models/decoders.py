@@ -7,7 +7,6 @@ of the step before it from the host, and gives it token ids.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -474,32 +473,3 @@ def _parted(given: Any, length: int) -> tuple[Any, ...]:
 def _place(slot: int, position: int) -> int:
     """Where the mail has the token at a position of a slot."""
     return slot * RECENT + position % RECENT
-
-
-class Decoders:
-    """The decoder of a model's last generation, kept for the next; copies of a model have none."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._idle: Decoder | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Decoders:
-        return Decoders()
-
-    def __reduce__(self) -> tuple[type[Decoders], tuple[()]]:
-        return Decoders, ()
-
-    def take(self, model: LanguageModel, slots: int, pages: int) -> Decoder:
-        """A decoder that nobody else uses."""
-        with self._lock:
-            idle, self._idle = self._idle, None
-        weight = model.head_weight
-        if idle is not None and idle.key == (slots, pages, resolve(weight.device), weight.dtype):
-            return idle
-        return Decoder(model, slots, pages)
-
-    def give_back(self, decoder: Decoder) -> None:
-        """Keep a decoder for the next generation, without its memory."""
-        decoder.release()
-        with self._lock:
-            self._idle = decoder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 import warnings
 from array import array
 from collections import deque
@@ -15,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.errors import PenstockWarning
-from penstock.models.decoders import Decoder, Decoders
+from penstock.models.decoders import Decoder
 from penstock.models.paging import pages_of, token_array
 from penstock.models.programs import bucket
 from penstock.models.sampling import Sampling
 from penstock.models.scheduling import Scheduler
 from penstock.models.sequences import Completion, Piece, TokenSequence, Wanted
+from penstock.tensor.core import resolve
 
 if TYPE_CHECKING:
     from penstock.models.model import LanguageModel
@@ -89,6 +91,35 @@ def _pieces(model: LanguageModel, asked: Sequence[tuple[array[int], Wanted]]) ->
             scheduler.advance()
     finally:
         decoders.give_back(decoder)
+
+
+class Decoders:
+    """The decoder of a model's last generation, kept for the next; copies of a model have none."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: Decoder | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Decoders:
+        return Decoders()
+
+    def __reduce__(self) -> tuple[type[Decoders], tuple[()]]:
+        return Decoders, ()
+
+    def take(self, model: LanguageModel, slots: int, pages: int) -> Decoder:
+        """A decoder that nobody else uses."""
+        with self._lock:
+            idle, self._idle = self._idle, None
+        weight = model.head_weight
+        if idle is not None and idle.key == (slots, pages, resolve(weight.device), weight.dtype):
+            return idle
+        return Decoder(model, slots, pages)
+
+    def give_back(self, decoder: Decoder) -> None:
+        """Keep a decoder for the next generation, without its memory."""
+        decoder.release()
+        with self._lock:
+            self._idle = decoder
 
 
 def wanted_of(model: LanguageModel, max_tokens: int, options: Mapping[str, Any]) -> Wanted:

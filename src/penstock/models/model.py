@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, overload
 
 from penstock.errors import CheckpointError
 from penstock.models.attending import Attention, CacheShape, whole
-from penstock.models.decoders import Decoders
+from penstock.models.generation import Decoders, Prompt, completed, streamed
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
 from penstock.nn.layers import Linear
 from penstock.nn.module import Module
@@ -22,7 +22,6 @@ from penstock.tensor.manipulation import reshape
 
 if TYPE_CHECKING:
     from penstock.data import Tokenizer
-    from penstock.models.generation import Prompt
     from penstock.models.sequences import Completion, Piece
     from penstock.models.tokenizing import TextTokenizer
     from penstock.nn.layers import Where
@@ -183,12 +182,8 @@ class LanguageModel(Module):
         given is that of the model's `generation_config`. The result has `ids`, `text`, `logprobs` and
         `finish_reason`.
         """
-        from penstock.models.generation import completed
-
         return completed(self, prompts, max_tokens, options)
 
     def stream(self, prompts: Any, max_tokens: int = 128, **options: Any) -> Iterator[Piece]:
         """Like `generate`, token by token: pieces with `id`, `text`, and the `index` of their prompt."""
-        from penstock.models.generation import streamed
-
         return streamed(self, prompts, max_tokens, options)
