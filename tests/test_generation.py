@@ -410,6 +410,11 @@ def test_what_is_replaced_in_a_model_that_generated_is_used() -> None:
     other: Any = ps.models.build({**SIZES, "initializer_range": 0.5}, device="host")
     model.layers[0] = other.layers[0]
     assert model.generate([2, 3], 6, temperature=0).ids == by_whole_model(model, [2, 3], 6)
+    larger: Any = ps.models.build({**SIZES, "vocab_size": SIZES["vocab_size"] + 9}, device="host")
+    model.embed_tokens, model.lm_head = larger.embed_tokens, larger.lm_head
+    model.vocab_size = larger.vocab_size
+    prompt = [model.vocab_size - 1]
+    assert len(model.generate(prompt, 3, temperature=0, repetition_penalty=1.5).ids) == 3
 
 
 # Text

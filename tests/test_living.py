@@ -14,10 +14,10 @@ class Thing:
 
 def test_they_are_known_while_others_refer_to_them() -> None:
     known, kept, dropped = Living[Thing](), Thing(), Thing()
-    for thing in (kept, dropped, kept):
-        known.add(thing)
+    for item in (kept, dropped, kept):
+        known.add(item)
     assert {*known} == {kept, dropped}
-    del dropped, thing
+    del dropped, item
     assert list(known) == [kept]
     known.discard(Thing())
     known.discard(kept)
@@ -30,8 +30,8 @@ def test_they_are_known_while_others_refer_to_them() -> None:
 def test_threads_read_them_while_objects_come_and_go() -> None:
     """A WeakSet fails here in most runs."""
     known, kept, errors = Living[Thing](), [Thing() for _ in range(20)], list[RuntimeError]()
-    for thing in kept:
-        known.add(thing)
+    for item in kept:
+        known.add(item)
 
     def read() -> None:
         try:

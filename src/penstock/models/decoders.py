@@ -127,10 +127,12 @@ class Decoder:
         self._known_settings: tuple[list[Sampling], int, Tensor] | None = None  # that steps were given last
         self._last: dict[str, tuple[npt.NDArray[Any], Tensor]] = {}  # what was uploaded last, by name
 
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Equal for decoders that can take the same sequences."""
-        return self.slots, self._asked, self.device, self._dtype
+    def takes(self, model: LanguageModel, slots: int, pages: int) -> bool:
+        """Whether it is for so many sequences and pages of a model of these sizes."""
+        weight = model.head_weight
+        own = (self.slots, self._asked, self.device, self._dtype, self._vocab_size, self.context)
+        device, vocab_size = resolve(weight.device), model.vocab_size
+        return own == (slots, pages, device, weight.dtype, vocab_size, model.context)
 
     def serves(self, model: LanguageModel) -> bool:
         """Whether the tensors of a model are still those that the programs have."""
@@ -336,9 +338,10 @@ class Decoder:
                         return ()
             tensor = Tensor(leaf(last.given._node.value, given.shape, int32), self.device)
         others: Others = self._run(program, tensor, numbers)
-        with no_grad(), evaluating():
-            repeated = program.repeated(tensor, numbers) if self._replaces and same else None
-        self._prompted[taken] = _Prompted(tensor, numbers, repeated)
+        if self._replaces:
+            with no_grad(), evaluating():
+                repeated = program.repeated(tensor, numbers) if same else None
+            self._prompted[taken] = _Prompted(tensor, numbers, repeated)
         return others
 
     def _run(self, program: Any, *arrays: Any) -> Any:

@@ -22,7 +22,6 @@ from penstock.models.programs import bucket
 from penstock.models.sampling import Sampling
 from penstock.models.scheduling import Scheduler
 from penstock.models.sequences import Completion, Piece, TokenSequence, Wanted
-from penstock.tensor.core import resolve
 
 if TYPE_CHECKING:
     from penstock.models.model import LanguageModel
@@ -110,8 +109,7 @@ class Decoders:
         """A decoder that nobody else uses."""
         with self._lock:
             idle, self._idle = self._idle, None
-        weight = model.head_weight
-        if idle is not None and idle.key == (slots, pages, resolve(weight.device), weight.dtype):
+        if idle is not None and idle.takes(model, slots, pages):
             return idle
         return Decoder(model, slots, pages)
 
